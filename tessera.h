@@ -33,7 +33,6 @@
 #include <tessera/autograd/weight_cache.h>
 
 #include <tessera/nn/activation.h>
-#include <tessera/nn/attention.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/dropout.h>
@@ -51,14 +50,15 @@
 #include <tessera/nn/norm.h>
 #include <tessera/nn/parametrizations.h>
 #include <tessera/nn/pooling.h>
-#include <tessera/nn/positions.h>
 #include <tessera/nn/read_by.h>
 #include <tessera/nn/recurrent/packed_sequence.h>
 #include <tessera/nn/recurrent/recurrent.h>
-#include <tessera/nn/residual.h>
-#include <tessera/nn/rotary.h>
 #include <tessera/nn/summary.h>
-#include <tessera/nn/transformer.h>
+#include <tessera/nn/transformer/attention.h>
+#include <tessera/nn/transformer/positions.h>
+#include <tessera/nn/transformer/residual.h>
+#include <tessera/nn/transformer/rotary.h>
+#include <tessera/nn/transformer/transformer.h>
 
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>

@@ -40,7 +40,7 @@ class Linear : public Module<Linear> {
 };
 
 // The layers of a part that read what it gets, and nobody else does, and whose result it returns as
-// it is; for nn/residual.h. Null where there is no such layer.
+// it is; for nn/transformer/residual.h. Null where there is no such layer.
 struct PartEnds {
   const Linear* first = nullptr;
   const Linear* last = nullptr;

@@ -2,7 +2,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/nn/init.h>
-#include <tessera/nn/positions.h>
+#include <tessera/nn/transformer/positions.h>
 
 namespace tessera::nn::models {
 namespace {

@@ -20,7 +20,7 @@
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
-#include <tessera/nn/residual.h>
+#include <tessera/nn/transformer/residual.h>
 
 namespace tessera::nn::models {
 

@@ -17,7 +17,7 @@
 #include <tessera/nn/linear.h>
 #include <tessera/nn/models/llama_config.h>
 #include <tessera/nn/norm.h>
-#include <tessera/nn/rotary.h>
+#include <tessera/nn/transformer/rotary.h>
 
 namespace tessera::nn::models {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <tessera/core/dtype.h>
-#include <tessera/nn/rotary.h>
+#include <tessera/nn/transformer/rotary.h>
 
 namespace tessera::nn::models {
 

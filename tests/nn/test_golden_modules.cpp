@@ -13,7 +13,6 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/nn/activation.h>
-#include <tessera/nn/attention.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
@@ -21,7 +20,8 @@
 #include <tessera/nn/parametrizations.h>
 #include <tessera/nn/recurrent/packed_sequence.h>
 #include <tessera/nn/recurrent/recurrent.h>
-#include <tessera/nn/transformer.h>
+#include <tessera/nn/transformer/attention.h>
+#include <tessera/nn/transformer/transformer.h>
 
 #include "autograd/op_checks.h"
 #include "golden_files.h"

@@ -15,7 +15,6 @@
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/activation.h>
-#include <tessera/nn/attention.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/dropout.h>
@@ -25,11 +24,12 @@
 #include <tessera/nn/loss.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/pooling.h>
-#include <tessera/nn/positions.h>
 #include <tessera/nn/recurrent/recurrent.h>
-#include <tessera/nn/residual.h>
 #include <tessera/nn/summary.h>
-#include <tessera/nn/transformer.h>
+#include <tessera/nn/transformer/attention.h>
+#include <tessera/nn/transformer/positions.h>
+#include <tessera/nn/transformer/residual.h>
+#include <tessera/nn/transformer/transformer.h>
 
 namespace tessera::nn::test_layers {
 namespace {

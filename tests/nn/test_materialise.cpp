@@ -13,7 +13,6 @@
 #include <tessera/core/factory/initial_values.h>
 #include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
-#include <tessera/nn/attention.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/init.h>
@@ -22,6 +21,7 @@
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/recurrent/recurrent.h>
+#include <tessera/nn/transformer/attention.h>
 
 #include "distributed/dtensor_fixture.h"
 

@@ -6,7 +6,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/nn/rotary.h>
+#include <tessera/nn/transformer/rotary.h>
 
 #include "message_of.h"
 

@@ -1,4 +1,4 @@
-#include <tessera/nn/transformer.h>
+#include <tessera/nn/transformer/transformer.h>
 
 #include <tessera/autograd/ops.h>
 

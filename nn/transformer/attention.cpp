@@ -1,4 +1,4 @@
-#include <tessera/nn/attention.h>
+#include <tessera/nn/transformer/attention.h>
 
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-#include <tessera/nn/residual.h>
+#include <tessera/nn/transformer/residual.h>
 
 #include <tessera/nn/call_scopes.h>
 #include <tessera/nn/fused.h>

@@ -1,15 +1,15 @@
 // Transformer encoder and decoder (Vaswani et al. 2017), with torch's parameter names. A
-// decoder-only model with fused kernels is in models/gpt2.h.
+// decoder-only model with fused kernels is in nn/models/gpt2.h.
 #pragma once
 
 #include <memory>
 
-#include <tessera/nn/attention.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
+#include <tessera/nn/transformer/attention.h>
 
 namespace tessera::nn {
 

@@ -1,4 +1,4 @@
-#include <tessera/nn/positions.h>
+#include <tessera/nn/transformer/positions.h>
 
 #include <tessera/autograd/ops.h>
 

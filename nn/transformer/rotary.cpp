@@ -1,11 +1,11 @@
-#include <tessera/nn/rotary.h>
+#include <tessera/nn/transformer/rotary.h>
 
 #include <cmath>
 #include <numbers>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/nn/positions.h>
+#include <tessera/nn/transformer/positions.h>
 
 namespace tessera::nn {
 namespace {
