@@ -26,7 +26,8 @@ void count_call(const Linear& layer, const Tensor& x);
 bool fuses_products(const Tensor& x, const Tensor& other,
                     std::initializer_list<const ModuleBase*> modules);
 
-// What `layer`, which is called with x, adds to its result (transformer/residual.h); undefined: nothing.
+// What `layer`, which is called with x, adds to its result (transformer/residual.h); undefined:
+// nothing.
 Tensor take_residual(const Linear& layer, const Tensor& x);
 
 }  // namespace tessera::nn

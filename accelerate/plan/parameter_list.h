@@ -5,9 +5,9 @@
 //     plan_training([&] { return training_of(list); }, {.ranks = 1024});
 //
 // What training_of() makes is a module like any other, in the tree that the names say, so that the
-// engine finds the blocks that repeat, gathers and reduces them. A module of it reads its parameters
-// in the order of the list and keeps nothing: of such models a plan knows no activations and no
-// operations. Of a config.json planned_model.h makes the model itself.
+// engine finds the blocks that repeat, gathers and reduces them. A module of it reads its
+// parameters in the order of the list and keeps nothing: of such models a plan knows no activations
+// and no operations. Of a config.json planned_model.h makes the model itself.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,8 @@ struct ParameterList {
   static ParameterList of_model(nn::ModuleBase& model);
   // Names and shapes of the headers; of modules in the order of the first names.
   static ParameterList of_safetensors(const std::vector<std::string>& files);
-  // {"modules": [{"name", "parameters": [["weight", [768, 768]]], ...}]}. FormatError names the key.
+  // {"modules": [{"name", "parameters": [["weight", [768, 768]]], ...}]}. FormatError names the
+  // key.
   std::string to_json() const;
   static ParameterList parse(const std::string& text, const std::string& path);
   // "h.3", "embeddings": the block that a module is part of.

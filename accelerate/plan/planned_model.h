@@ -1,5 +1,5 @@
-// A model for plans, of what stands on this machine: a config.json of transformers, files of weights,
-// or a program's report.
+// A model for plans, of what stands on this machine: a config.json of transformers, files of
+// weights, or a program's report.
 //
 //     const PlannedModel model = PlannedModel::read("config.json");
 //     plan_training([&] { return model.training(4, 1024); }, {.ranks = 1024});
@@ -27,8 +27,8 @@ struct PlannedModel {
   std::string kind;  // "gpt2", "2 safetensors files"
   ParameterList parameters;
   ModelDimensions dimensions = {};
-  // Of micro-batches of `batch` sequences of `length` tokens; without a batch there are no activations. Inside of
-  // plan_training().
+  // Of micro-batches of `batch` sequences of `length` tokens; without a batch there are no
+  // activations. Inside of plan_training().
   std::function<PlannedTraining(int64_t batch, int64_t length)> training = {};
 
   // A config.json of bert, gpt2, llama, mistral, qwen2 or qwen3 (with the head that is trained), a

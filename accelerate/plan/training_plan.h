@@ -25,8 +25,8 @@
 //
 // Not in a plan: what happens before the first step (a model that is made whole before it is cut),
 // loaders, checkpoints, clipping (one all-reduce of 544 bytes a step), workspace of kernels, what
-// an allocator rounds up. Activations are those that the model keeps on kMeta: what its ops save on a
-// CPU, where less is fused than on a GPU.
+// an allocator rounds up. Activations are those that the model keeps on kMeta: what its ops save on
+// a CPU, where less is fused than on a GPU.
 #pragma once
 
 #include <array>

@@ -1,11 +1,12 @@
 // BERT (Devlin et al. 2018) for classifying texts and pairs of texts, with the parameter names and
 // files of HuggingFace transformers' BertForSequenceClassification.
 //
-//     nn::models::Bert model({.vocab_size = 30522, .width = 128, .layers = 2, .heads = 2, .labels =
-//     77}); nn::models::TokenFeatures features{.type_ids = batch.type_ids, .lengths =
-//     batch.lengths}; auto out = model(batch.ids, features, batch.labels); out.loss.backward();
-//     model.save_pretrained("folder");                         // config.json, model.safetensors
-//     auto same = nn::models::Bert::from_pretrained("folder"); // also any BERT from the hub
+//     nn::models::Bert model({.width = 128, .layers = 2, .heads = 2, .labels = 77});
+//     const Tensor lengths = full({ids.size(0)}, 64, {.dtype = kI64});  // of padded rows
+//     auto out = model(ids, nn::models::TokenFeatures{.lengths = lengths}, targets);
+//     out.loss.backward();
+//     model.save_pretrained("folder");                          // config.json, model.safetensors
+//     auto same = nn::models::Bert::from_pretrained("folder");  // also any BERT from the hub
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
 // GPT-2 (Radford et al. 2019) with the parameter names and files of HuggingFace transformers.
 //
-//     nn::models::Gpt model({.vocab_size = 256, .context = 64, .width = 128, .layers = 4, .heads =
-//     4}); auto out = model(batch.inputs, batch.targets);             // out.loss
-//     model.save_pretrained("folder");                           // config.json, model.safetensors
-//     auto same = nn::models::Gpt::from_pretrained("folder");    // also any GPT-2 from the hub
+//     nn::models::Gpt model({.vocab_size = 256, .context = 64, .width = 128, .layers = 4});
+//     auto out = model(batch.inputs, batch.targets);           // out.loss
+//     model.save_pretrained("folder");                         // config.json, model.safetensors
+//     auto same = nn::models::Gpt::from_pretrained("folder");  // also any GPT-2 from the hub
 #pragma once
 
 #include <cstdint>

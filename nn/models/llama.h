@@ -1,5 +1,5 @@
-// Llama (Touvron et al. 2023), Mistral, Qwen2 and Qwen3 with the parameter names and files of HuggingFace
-// transformers: RMSNorm, rotary positions, grouped queries, a gated perceptron.
+// Llama (Touvron et al. 2023), Mistral, Qwen2 and Qwen3 with the parameter names and files of
+// HuggingFace transformers: RMSNorm, rotary positions, grouped queries, a gated perceptron.
 //
 //     auto model = nn::models::Llama::from_pretrained("TinyLlama-1.1B");
 //     Tensor loss = (*model)(batch.inputs, batch.targets).loss;

@@ -1,9 +1,9 @@
 // The places of tokens in their sequences.
 //
-//     Tensor x = wte(tokens) + wpe(nn::positions(tokens.size(1), tokens.device()));
+//     const Tensor places = nn::positions(ids.size(1), ids.device());  // 0, 1, 2, ...
 //
-// Whatever in a model goes by the place of a token asks here and makes no arange() of its own: tables
-// of positions do, and nn::RotaryEmbedding. So there is one function that answers. Where a rank
+// Whatever in a model goes by the place of a token asks here and makes no arange() of its own:
+// tables of positions do, and nn::RotaryEmbedding. So there is one function that answers. Where a rank
 // holds a part of each sequence (context parallelism), a slot of the Context can answer in it with
 // the places of that part, and models stay as they are.
 #pragma once

@@ -1,21 +1,25 @@
-// Blocks with a residual around each part and a norm in front of it: x + part(norm(x)), as GPT-2 has
-// them.
+// Blocks with a residual around each part and a norm in front of it: x + part(norm(x)), as GPT-2
+// has them.
 //
 //     struct Block : nn::Module<Block> {
+//       explicit Block(int64_t width)
+//           : ln_1(add<nn::LayerNorm>("ln_1", width)),
+//             mix(add<nn::Linear>("mix", width, width)),
+//             ln_2(add<nn::LayerNorm>("ln_2", width)),
+//             mlp(add<nn::Mlp>("mlp", width, 4 * width)) {}
 //       nn::Residual forward(const nn::Residual& x) {
-//         const nn::Residual middle = nn::pre_norm_residual(x, ln_1, attention);
-//         return nn::pre_norm_residual(middle, ln_2, mlp);
+//         const nn::Residual mixed = nn::pre_norm_residual(x, ln_1, mix);  // x + mix(ln_1(x))
+//         return nn::pre_norm_residual(mixed, ln_2, mlp);
 //       }
-//       nn::LayerNorm &ln_1, &ln_2;
-//       Attention& attention;
+//       nn::LayerNorm& ln_1;
+//       nn::Linear& mix;
+//       nn::LayerNorm& ln_2;
 //       nn::Mlp& mlp;
 //     };
+//     Block first(64), second(64);
+//     Tensor y = nn::pre_norm(ln, second(first(x)));  // a tensor is a Residual
 //
-//     nn::Residual stream = embedding;         // a tensor is one
-//     for (Block* block : blocks) stream = (*block)(stream);
-//     Tensor y = nn::pre_norm(ln_f, stream);
-//
-// The result is that of the formula, within rounding; it takes fewer passes over memory. An addition
+// The result is that of the formula, within rounding, in fewer passes over memory. An addition
 // waits for the next norm, which does both at once. On a GPU the last product of a part adds the
 // residual itself, and a norm in front of a layer in fp8 writes that layer's operand
 // (autograd/fp8/norm.h): for these a part says by which layers it begins and ends.
