@@ -205,6 +205,7 @@ Tensor Tensor::quantile(const Tensor& q, std::optional<int64_t> dim, bool keepdi
 Tensor Tensor::any(const Shape& dims, bool keepdim) const { return tessera::any(*this, dims, keepdim); }
 Tensor Tensor::all(const Shape& dims, bool keepdim) const { return tessera::all(*this, dims, keepdim); }
 Tensor Tensor::norm(double p, const Shape& dims, bool keepdim) const { return tessera::norm(*this, p, dims, keepdim); }
+Tensor Tensor::count_nonzero(const Shape& dims) const { return tessera::count_nonzero(*this, dims); }
 Tensor Tensor::logsumexp(const Shape& dims, bool keepdim) const { return tessera::logsumexp(*this, dims, keepdim); }
 Tensor Tensor::cumsum(int64_t dim) const { return tessera::cumsum(*this, dim); }
 Tensor Tensor::cumprod(int64_t dim) const { return tessera::cumprod(*this, dim); }

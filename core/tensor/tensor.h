@@ -236,6 +236,7 @@ class Tensor {
   [[nodiscard]] Tensor any(const Shape& dims = {}, bool keepdim = false) const;
   [[nodiscard]] Tensor all(const Shape& dims = {}, bool keepdim = false) const;
   [[nodiscard]] Tensor norm(double p = 2, const Shape& dims = {}, bool keepdim = false) const;
+  [[nodiscard]] Tensor count_nonzero(const Shape& dims = {}) const;
   [[nodiscard]] Tensor logsumexp(const Shape& dims, bool keepdim = false) const;
   [[nodiscard]] Tensor cumsum(int64_t dim) const;
   [[nodiscard]] Tensor cumprod(int64_t dim) const;

@@ -133,7 +133,8 @@ TEST(TensorMethods, OfReductionsAreTheFunctions) {
   SAME(x, argmin, 1), SAME(x, median), SAME(x, median, 1), SAME(x, quantile, 0.3);
   SAME(x, quantile, tensor({0.2, 0.7}), 1), SAME(mask(), any), SAME(mask(), any, 1),
       SAME(mask(), all);
-  SAME(mask(), all, 0), SAME(x, norm), SAME(x, norm, 1, 1, true), SAME(x, logsumexp, 1);
+  SAME(mask(), all, 0), SAME(x, norm), SAME(x, norm, 1, 1, true), SAME(x, logsumexp, 1),
+      SAME(x, count_nonzero), SAME(x, count_nonzero, 1);
   SAME(x, cumsum, 1), SAME(x, cumprod, 1), SAME(x, cummax, 1), SAME(x, cummin, 1);
   SAME(x, softmax, 1), SAME(x, log_softmax, 1);
 }
