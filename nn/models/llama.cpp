@@ -69,7 +69,7 @@ Attention::Attention(const LlamaConfig& config, int64_t layer)
 Tensor Attention::forward(const Tensor& x, const Positions& positions, KvCache* cache) {
   const int64_t B = x.size(0), T = x.size(1), E = config.head();
   const auto split = [&](const Tensor& y, RMSNorm* norm = nullptr) {
-    const Tensor heads = y.view({B, T, -1, E});
+    const Tensor heads = y.view({B, T, y.size(-1) / E, E});
     return (norm == nullptr ? heads : (*norm)(heads)).transpose(1, 2);
   };
   const auto& [cos, sin] = positions.angles;
