@@ -432,6 +432,26 @@ TEST(PlannedModel, HasAsManyParametersAsTheModelsThatAreKnown) {
             494032768);
 }
 
+TEST(PlannedModel, EveryKindHasAPlanWithAndWithoutABatch) {
+  for (const char* config :
+       {R"({"model_type": "bert", "hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 61,
+            "num_attention_heads": 4, "intermediate_size": 100, "max_position_embeddings": 32})",
+        R"({"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 32,
+            "vocab_size": 61})",
+        R"({"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 61,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100})",
+        R"({"model_type": "qwen3", "hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 61,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100})"}) {
+    TestFolder folder;
+    const PlannedModel model = PlannedModel::read(folder.write("config.json", config));
+    const TrainingPlan none = plan_of(model, settings_with(Sharding::kFsdp), 2);
+    const TrainingPlan some = plan_of(model, settings_with(Sharding::kFsdp), 2, 4, 16);
+    EXPECT_EQ(none.parameters, model.parameters.num_parameters()) << config;
+    EXPECT_EQ(lines_of(none.records), lines_of(some.records)) << config;
+    EXPECT_LT(none.ranks[0].peak, some.ranks[0].peak) << config;
+  }
+}
+
 TEST(PlannedModel, CheckpointingLetsActivationsGo) {
   const PlannedModel model = gpt2_of(48, 12, 4, 32, 61);
   Settings settings = settings_with(Sharding::kFsdp);
