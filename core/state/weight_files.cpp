@@ -13,8 +13,10 @@
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/core/tensor/element_guard.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/placement.h>
 
 namespace tessera {
@@ -241,7 +243,7 @@ StoredWeights stored_weights_of(const StateDict& weights,
       }
     }
     const auto read = [whole, name = name](const auto& take) {
-      const Tensor elements = whole(name).contiguous();
+      const Tensor elements = kernels::contiguous(whole(name));
       take(elements.data(), static_cast<size_t>(elements.nbytes()));
     };
     stored.weights.push_back({name, tensor.dtype(), whole_shape(tensor), read});
@@ -252,7 +254,13 @@ StoredWeights stored_weights_of(const StateDict& weights,
 SavedModel save_weights(const StateDict& weights, const std::string& folder,
                         const SaveModelOptions& options) {
   for (const auto& [name, tensor] : weights) check_whole(tensor, kSave);
-  const auto whole = [&](const std::string& name) { return weights.at(name).detach().to(kCpu); };
+  const auto whole = [&](const std::string& name) {
+    const Tensor& tensor = weights.at(name);
+    if (tensor.device().is_cpu()) return tensor;
+    const Tensor here = raw::empty(tensor.shape(), tensor.dtype());
+    kernels::copy_into(here, tensor);
+    return here;
+  };
   return write_weights(stored_weights_of(weights, options.metadata, whole), folder,
                        options.max_shard_size);
 }

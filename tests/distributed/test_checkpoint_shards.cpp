@@ -8,6 +8,7 @@
 
 #include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/state/weight_files.h>
 #include <tessera/distributed/checkpoint/commit.h>
 
 #include "distributed/dtensor_fixture.h"
