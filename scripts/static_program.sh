@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# static_program.sh: builds the programs of examples/llama without shared libraries, and tries the one
+# static_program.sh [CMAKE_OPTION...]: builds the programs of examples/llama without shared libraries, and tries the one
 # that trains as an application would ship it: stripped, alone in a folder with its data, without an
 # environment. It must be one file of at most 25 MB that needs no other, train a model and adapters on
 # it.
@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/compiler_cache.sh
 source scripts/compiler_cache.sh
-cmake --preset static
+cmake --preset static "$@"
 cmake --build --preset static
 
 folder=$(mktemp -d)
