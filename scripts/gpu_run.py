@@ -528,8 +528,14 @@ class Run:
     # -- Parts
 
     def begin(self, name, limit, command, more=None, beside=False):
-        """Starts it, or says that there is no time."""
+        """Starts it, or says that there is no time, or that what it needs did not pass."""
         left = self.left()
+        states = {row["part"]: row["state"] for row in self.rows}
+        lacking = [other for other in self.plan.needs.get(name, ())
+                   if states.get(other, "passed") not in ("passed", "skipped")]
+        if lacking:
+            self.finish_part(name, "left out", reason=f"{lacking[0]}: {states[lacking[0]]}")
+            return None
         if self.options.rehearse:  # an emulation has no speed
             limit *= 5
         if left < limit / 2:

@@ -398,6 +398,7 @@ std::shared_ptr<StreamHandle> make_stream(int device) {
     }
   }
   const CurrentDevice scope(device);
+  const RelaxedCapture relaxed;
   cudaStream_t stream = nullptr;
   TS_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   return std::make_shared<StreamHandle>(device, stream, true);

@@ -14,6 +14,7 @@ line continues it. What is not one of the words below is a part:
     without-gpu PROGRAM CODE TEXT      how a program that has no emulated form ends at a rehearsal
     once-more PART                     where it fails it is run again at once: under TESSERA_SYNC=1, and
                                        under compute-sanitizer's memcheck
+    needs PART OTHER...                left out where one of the others, above it, did not pass
 
 Commands see KIT (the folder of the kit), BIN (its programs: $BIN/NAME), WORK (a folder for whatever they
 write), RESULTS (the folder of the eight files that come back), the variables that were set, and ONLY: the
@@ -27,7 +28,7 @@ import subprocess
 import sys
 
 NAME = re.compile(r"[a-z][a-z0-9_]*$")
-WORDS = ("budget", "set", "allow-skip", "without-gpu", "once-more")
+WORDS = ("budget", "set", "allow-skip", "without-gpu", "once-more", "needs")
 GIVEN = ("KIT", "BIN", "WORK", "RESULTS", "ONLY")  # by the runner
 
 
@@ -49,6 +50,7 @@ class Plan:
         self.allowed_skips = []  # (part, compiled pattern, reason)
         self.without_gpu = {}  # program -> (code, text)
         self.once_more = []
+        self.needs = {}  # part -> names
         with open(path, encoding="utf-8") as file:
             lines = file.read().split("\n")
         number = 0
@@ -95,6 +97,11 @@ class Plan:
             self.without_gpu[words[0]] = (int(words[1]), words[2])
         elif word == "once-more":
             self.once_more.append(rest)
+        elif word == "needs":
+            part, *others = rest.split() or [""]
+            if not others:
+                raise PlanError("needs is PART OTHER...")
+            self.needs[part] = others
         else:
             self._read_part(line)
 
@@ -133,9 +140,15 @@ class Plan:
             if part.kind == "beside" and part.name not in waited:
                 raise PlanError(f"nothing waits for &{part.name}")
         for what, part in ([("allow-skip", skip[0]) for skip in self.allowed_skips]
-                           + [("once-more", name) for name in self.once_more]):
+                           + [("once-more", name) for name in self.once_more]
+                           + [("needs", name) for name in self.needs]):
             if part not in names:
                 raise PlanError(f"{what} names no part: '{part}'")
+        order = [part.name for part in self.parts if part.kind != "beside"]
+        for part, others in self.needs.items():
+            for other in others:
+                if other not in order or part in order and order.index(other) >= order.index(part):
+                    raise PlanError(f"needs: {part} needs '{other}', which does not end before it")
         if not self.parts:
             raise PlanError("there is no part")
         if self.budget is not None and self.limits() / 2 > self.budget:

@@ -251,6 +251,15 @@ class RunTest(unittest.TestCase):
         self.assertEqual(list(self.states()), ["smoke", "smoke_sync", "smoke_memcheck", "next"])
         self.assertIn("sync=1", (self.out / "log.txt").read_text())
 
+    def test_what_needs_a_part_that_failed_is_left_out(self):
+        self.assertEqual(self.run_plan("needs c a\nneeds d b e\nneeds f a\na 5 true\nb 5 exit 3\n&e 5 true\nwait_e 5 -\n"
+                                       "c 5 true\nd 5 true\n&f 5 true\nwait_f 5 -\n"), 1)
+        self.assertEqual(self.states(), {"a": "passed", "b": "FAILED", "e": "passed", "c": "passed",
+                                         "d": "left out", "f": "passed"})
+        self.assertEqual(self.rows()["d"]["reason"], "b: FAILED")
+        self.run_plan("needs d b\nneeds f b\nb 0005 exit 3\n&d 5 true\nwait_d 5 -\nf 5 true\n", "d", "f")
+        self.assertEqual((self.states()["d"], self.states()["f"]), ("passed", "passed"))  # by themselves
+
     def test_files_that_are_no_run_s_do_not_stay(self):
         self.run_plan("writes 20 echo 1 > $RESULTS/other.json; echo '{}' > $RESULTS/rates.json; "
                       "head -c 17000000 /dev/zero > $RESULTS/gemm.json\n")
@@ -312,6 +321,9 @@ class PlanTest(unittest.TestCase):
                 ("allow-skip a x\na 5 true\n", "PART PATTERN :: REASON"),
                 ("allow-skip a ( :: r\na 5 true\n", "allow-skip: "),
                 ("without-gpu a b c\na 5 true\n", "PROGRAM CODE TEXT"),
+                ("needs a\na 5 true\n", "needs is PART OTHER"), ("needs b a\na 5 true\n", "names no part: 'b'"),
+                ("needs a b\na 5 true\nb 5 true\n", "a needs 'b', which does not end before it"),
+                ("needs c b\n&b 5 true\nc 5 true\nwait_b 5 -\n", "c needs 'b', which does not end before it"),
                 ("budget 20\na 50 true\n", "half of all limits is 25 s, the budget 20 s")):
             with self.subTest(text), self.assertRaises(PlanError) as raised:
                 self.plan(text)

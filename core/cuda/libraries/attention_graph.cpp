@@ -72,11 +72,10 @@ std::string validate(const AttentionProblem& p, int version) {
     if (size < 1 || size > kMost) return concatenate("sizes must be 1 to 2^31 - 1; one is ", size);
   }
   if (p.H % p.Hk != 0) return concatenate(p.H, " heads do not share ", p.Hk);
-  // Hopper's backward has tiles for 128 columns; forward goes to 256.
-  const int64_t widest = p.backward ? 128 : 256;
+  constexpr int64_t kWidest = 256;
   for (const int64_t width : {p.E, p.Ev}) {
-    if (width < 8 || width > widest || width % 8 != 0) {
-      return concatenate("head widths are multiples of 8 up to ", widest, "; got ", width);
+    if (width < 8 || width > kWidest || width % 8 != 0) {
+      return concatenate("head widths are multiples of 8 up to ", kWidest, "; got ", width);
     }
   }
   if (!std::isfinite(p.scale)) return concatenate("the scale is ", p.scale);

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/libraries/lazy_library.h>
@@ -606,6 +607,7 @@ std::unique_ptr<Plan> make_plan(const LibraryGraph& graph, cudnnHandle_t handle)
 Plan* find_plan(DevicePlans& device, const GraphRequest& request) {
   auto place = device.plans.find(request.key);
   if (place == device.plans.end()) {
+    const RelaxedCapture relaxed;  // the library allocates and loads kernels
     if (device.handle == nullptr) check(library().Create(&device.handle), "beginning on this GPU");
     place =
         device.plans.emplace(request.key, make_plan(request.build(request.problem), device.handle))

@@ -420,13 +420,14 @@ __global__ void __launch_bounds__(kBlock)
 // reported, and S in its place.
 template <class Length>
 __global__ void prepare_lengths_kernel(const Length* lengths, int32_t* prepared, int64_t B,
-                                       int64_t T, int64_t S, gpu::DeviceErrorWord* errors) {
+                                       int64_t T, int64_t S, const char* op,
+                                       gpu::DeviceErrorWord* errors) {
   const int64_t b = gpu::first_index();
   if (b >= B) return;
   const int64_t length = lengths[b];
   const bool fits = length >= 1 && length <= S;
   if (!fits && atomicCAS(&errors->found, 0, 1) == 0) {
-    errors->op = "scaled_dot_product_attention (lengths)";
+    errors->op = op;
     errors->position = b;
     errors->value = length;
     errors->low = 1;
@@ -446,7 +447,7 @@ Tensor prepare_lengths(const Tensor& query, const Tensor& key, const AttentionSp
     gpu::launch({.name = "attention_lengths", .grid = gpu::blocks(B, kBlock), .block = kBlock},
                 prepare_lengths_kernel<Length>, lengths.data_as<Length>(),
                 prepared.data_as<int32_t>(), B, query.size(2), key.size(2),
-                gpu::device_error_word());
+                "scaled_dot_product_attention (lengths)", gpu::device_error_word());
   };
   lengths.dtype() == kI64 ? run.operator()<int64_t>() : run.operator()<int32_t>();
   return prepared;
@@ -491,6 +492,15 @@ void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& va
   });
 }
 
+void count_by_library(const AttentionSpec& spec, bool by_library) {
+  if (!spec.policy.library) return;
+  gpu::count_graph("scaled_dot_product_attention", by_library, [] {
+    return gpu::graph_library_version() == 0
+               ? gpu::graph_library()
+               : "cuDNN has no graph of these operands, or the policy asks for more";
+  });
+}
+
 AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                const AttentionSpec& spec) {
   const int64_t B = query.size(0), H = query.size(1), T = query.size(2), Ev = value.size(3);
@@ -501,13 +511,7 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
   if (B * H * T == 0) return result;
   const Tensor lengths = prepare_lengths(query, key, spec);
   const bool by_library = attention_by_library(query, key, value, lengths, spec, result);
-  if (spec.policy.library) {
-    gpu::count_graph("scaled_dot_product_attention", by_library, [] {
-      return gpu::graph_library_version() == 0
-                 ? gpu::graph_library()
-                 : "cuDNN has no graph of these operands, or the policy asks for more";
-    });
-  }
+  count_by_library(spec, by_library);
   if (by_library) return result;
   attention_by_tiles(query, key, value, lengths, spec, result);
   return result;
@@ -521,10 +525,12 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
   const Tensor lengths = B > 0 ? prepare_lengths(query, key, spec) : Tensor();
   const TiledAttention p = problem_of(query, key, value, lengths, spec);
   const int64_t rows = B * p.H * p.T;
-  if (rows > 0 && B * Hk * p.S > 0 &&
-      attention_backward_by_library(grad_output, query, key, value, lengths, spec,
-                                    {output, log_sums}, {grad_query, grad_key, grad_value})) {
-    return;
+  if (rows > 0 && B * Hk * p.S > 0) {
+    const bool by_library =
+        attention_backward_by_library(grad_output, query, key, value, lengths, spec,
+                                      {output, log_sums}, {grad_query, grad_key, grad_value});
+    count_by_library(spec, by_library);
+    if (by_library) return;
   }
   const Tensor deltas = raw::empty({B, p.H, p.T}, log_sums.dtype(), query.device());
   const auto gradients = [&]<class T>() {
