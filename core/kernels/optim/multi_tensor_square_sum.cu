@@ -314,9 +314,8 @@ __global__ void __launch_bounds__(kBlock, kBlocksPerSm)
         TS_UNROLL
         for (int g = 0; g < kVectors; ++g) {
           const int i = tile + (g * kBlock + static_cast<int>(threadIdx.x)) * kGroup;
-          const int left = end - i;
           C group[kGroup];
-          load_group_of<T>(own, i, left < 0 ? 0 : left < kGroup ? left : kGroup, group);
+          load_group_of<T>(own, i, end - i, group);
           TS_UNROLL
           for (int j = 0; j < kGroup; ++j) x[g * kGroup + j] = group[j];
         }
