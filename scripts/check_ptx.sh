@@ -25,6 +25,9 @@
 #   loop_f64_division  division and square roots of 64 bits in a loop, in any kernel
 #   loop_division      divisions of integers in a loop
 #   call               functions that were not inlined
+#   clamp_equal        max(min(x, K), 0) == K: ptxas 13.0 makes VIMNMX.RELU of it with a predicate that is
+#                      true for K - 1 too. Compare x
+#   text               the address of a string: the host cannot read it
 #
 # --resources: what ptxas said when it compiled FILE.ptx is read from FILE.ptxas (cmake/keep_ptx.sh), else
 # ptxas (PTXAS, else that of PATH) is run. The numbers are those of Hopper:
@@ -79,7 +82,7 @@ count_instructions() {
       name = $0
       sub(/.*\.entry /, "", name)
       sub(/\(.*/, "", name)
-      delete n; delete division; delete seen; delete begins
+      delete n; delete division; delete seen; delete begins; delete least; delete most; delete clamped
       loops = instructions = 0
     }
     /^}/ { finish() }
@@ -115,6 +118,18 @@ count_instructions() {
     /[ \t](add|sub|mul|fma|div|sqrt|rcp|rsqrt|ex2|lg2|sin|cos|tanh|min|max|abs|neg|copysign|setp|selp)(\.[a-z]+)*\.f32/ { ++n["f32"] }
     /[ \t](div|rem)\.[su](16|32|64)/ { division[FNR] = "loop_division" }
     /[ \t]call(\.uni)?[ \t]/ { ++n["call"] }
+    /[ \t](mov|cvta)[a-z.]*\.[bu]64.*\$str/ { ++n["text"] }
+    /[ \t](min|max)\.[su](32|64)/ || /[ \t]setp\.(eq|ne)\.[su](32|64)/ {
+      gsub(/[,;]/, "")
+      if ($1 ~ /^min/) {
+        least[$2] = $4
+        if ($3 in most) clamped[$2] = $4
+      } else if ($1 ~ /^max/ && $4 == "0") {
+        most[$2] = 1
+        if ($3 in least) clamped[$2] = least[$3]
+      }
+      for (i = 3; i <= 4; ++i) if ($1 ~ /^setp/ && $i in clamped && clamped[$i] == $(7 - i)) ++n["clamp_equal"]
+    }
     END { finish() }
   ' "$@"
 }
@@ -196,7 +211,7 @@ awk -v rules="$rules" -v resources="$([[ $counts == count_resources ]] && echo 1
         failed = 1
       }
     }
-    forbidden_count = split("local generic f64 loop_f64_division loop_division call", forbidden, " ")
+    forbidden_count = split("local generic f64 loop_f64_division loop_division call clamp_equal text", forbidden, " ")
   }
   function broken(what) { print name[1] ".cu: " name[2] ": " what; failed = 1 }
   function value_of(what) { return what ~ /^[0-9]+$/ ? what + 0 : n[what] + 0 }

@@ -33,6 +33,8 @@ from pytorch_models import model_and_batch  # noqa: E402
 torch.set_num_threads(arguments.threads)
 torch.manual_seed(1)
 device = torch.device(arguments.device)
+if device.type == "cuda" and device.index is None:
+    device = torch.device("cuda", 0)  # set_device() wants a number
 on_gpu = device.type == "cuda"
 if on_gpu:
     torch.cuda.set_device(device)

@@ -3,6 +3,7 @@
 // ctest own program: it runs on GPUs too
 #include <gtest/gtest.h>
 
+#include <iostream>
 #include <vector>
 
 #include <tessera/autograd/ops.h>
@@ -93,10 +94,10 @@ TEST(CublasLt, ATableHasEveryDisagreement) {
   Disagreements all;
   all.compare("first", "", true);
   all.compare("second", "too wide", false);
-  EXPECT_TRUE(all.none());
+  EXPECT_EQ(all.not_served(), 0U);
   all.compare("third", "", false);
   all.compare("fourth", "too long", true);
-  EXPECT_FALSE(all.none());
+  EXPECT_EQ(all.not_served(), 1U);
   EXPECT_EQ(all.table(),
             "2 of 4 problems: what the library does | problem\n"
             "allowed by the rules, not served: no algorithm | third\n"
@@ -121,7 +122,8 @@ TEST(CublasLt, TheRulesAndTheLibraryAgreeOnAGpu) {
     all.compare(describe(p), validate(p), algorithms > 0, words);
   }
   EXPECT_GT(all.compared(), 200U);
-  EXPECT_TRUE(all.none()) << all.table();
+  EXPECT_EQ(all.not_served(), 0U);
+  std::cout << all.table();
 }
 
 TEST(CublasLt, ProductsOnAGpuHaveTheValuesOfTheCpu) {

@@ -8,6 +8,7 @@
 #include <array>
 #include <cmath>
 #include <cstdlib>
+#include <iostream>
 #include <set>
 #include <string>
 #include <vector>
@@ -323,6 +324,11 @@ TEST_F(Cudnn, HasEnginesForEveryAttentionThatTheRulesAllow) {
       const AttentionProblem problem = biased(packed(), B, H, T, dtype);
       for (const AttentionProblem& each : {problem, with_dropout(problem)}) {
         expect_attention(each);
+        if (T == 1) {
+          EXPECT_EQ(validate(backward_of(each), kVersion),
+                    "backward takes a bias of all rows, not of one for all");
+          continue;
+        }
         expect_attention(backward_of(each));
         expect_attention(deterministic(backward_of(each)));
       }
@@ -448,7 +454,7 @@ TEST_F(Cudnn, TheRulesAndTheLibraryAgreeOnAGpu) {
   }
   for (const GraphOp op : {GraphOp::kConvolution, GraphOp::kConvolutionInputGradient,
                            GraphOp::kConvolutionWeightGradient}) {
-    for (const DType dtype : {kF32, kF16, kBF16}) {  // it has f64 too, which own kernels do
+    for (const DType dtype : {kF32, kF16, kBF16, kF64}) {
       const ConvProblem p = convolution(op, dtype);
       compare(describe(p), validate(p, version), conv_request(p));
     }
@@ -458,7 +464,8 @@ TEST_F(Cudnn, TheRulesAndTheLibraryAgreeOnAGpu) {
     compare(describe(p), validate(p, version), norm_request(p));
   }
   EXPECT_GT(all.compared(), 60U);
-  EXPECT_TRUE(all.none()) << all.table();
+  EXPECT_EQ(all.not_served(), 0U);
+  std::cout << all.table();
 }
 
 using Values = std::vector<std::vector<double>>;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <iostream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -394,12 +395,23 @@ TEST_F(AttentionLibrary, GetsMasksAsWhatIsAddedToTheScores) {
   }
   run(c, kGpu, kBF16, true, some_mask({2, 1, 1, 36}, kBool));
   expect_in_key(0, " bias f32 2,1,1 36,36,36");
+  expect_in_key(1, " bias f32 2,1,20 720,720,36");  // backward takes no row for all
   model().ran.clear();
   c.dropout = 0.25;
   const Tensor mask = some_mask({20, 36}, kBool);
   const Outcome expected = expected_of(c, true, mask);
   expect_near(run(c, kGpu, kBF16, true, mask), expected, kBound, "dropout");
   expect_ran("forward backward");
+}
+
+std::string bits_in_hexadecimal(const std::vector<double>& mask) {
+  std::string text;
+  for (size_t i = 0; i + 4 <= mask.size(); i += 4) {
+    int digit = 0;
+    for (size_t j = 0; j < 4; ++j) digit = 2 * digit + (mask[i + j] != 0 ? 1 : 0);
+    text += "0123456789abcdef"[digit];
+  }
+  return text;
 }
 
 // Two attentions of one model have neighbouring streams.
@@ -422,6 +434,10 @@ TEST_F(AttentionLibrary, DropoutOfAdjacentStreamsDoesNotCorrelate) {
       const double away = std::fabs(2.0 * static_cast<double>(equal) - static_cast<double>(pairs));
       EXPECT_LT(away, 5 * std::sqrt(static_cast<double>(pairs)))
           << "streams " << ahead << " apart, shifted by " << shift;
+    }
+    if (testing::Test::HasFailure()) {
+      std::cout << "stream 100: " << bits_in_hexadecimal(first) << "\nstream " << 100 + ahead
+                << ": " << bits_in_hexadecimal(other) << "\n";
     }
   }
 }

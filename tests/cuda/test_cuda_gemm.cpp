@@ -36,6 +36,7 @@ GemmProblem plain(DType dtype = kBF16) {
 GemmProblem with_bias(GemmEpilogue epilogue, DType dtype = kBF16) {
   GemmProblem p = plain(dtype);
   p.epilogue = epilogue;
+  p.a.transposed = epilogue == GemmEpilogue::kBiasGradOfA;
   p.bias = some_memory;
   p.bias_dtype = dtype;
   return p;
@@ -374,6 +375,11 @@ TEST(GemmMapping, AProductByRowsIsTheLibrarysProductByColumns) {
         const bool gelu_like = epilogue == kGelu || epilogue == kGeluBias ||
                                epilogue == kGeluGrad || epilogue == kGeluGradBiasGrad;
         if (gelu_like) p.aux = {.leading = 16, .data = aux};
+        if ((epilogue == kBiasGradOfA && !a_transposed) ||
+            (epilogue == kBiasGradOfB && b_transposed)) {
+          expect_refused(p, "needs");
+          continue;
+        }
         ASSERT_EQ(validate(p), "") << name_of(epilogue);
         run_by_rows(p, expected);
         run_by_columns(library_call(p), p.alpha, p.beta, x.bias.data());
@@ -388,7 +394,7 @@ TEST(GemmMapping, AProductByRowsIsTheLibrarysProductByColumns) {
       }
     }
   }
-  EXPECT_EQ(cases, 32);
+  EXPECT_EQ(cases, 28);
 }
 
 // Elements are given in f32 here, as the scales do not depend on how narrow they are.
@@ -550,7 +556,10 @@ void expect_near(const std::vector<std::vector<double>>& got,
   for (size_t i = 0; i < got.size(); ++i) {
     ASSERT_EQ(got[i].size(), expected[i].size());
     for (size_t j = 0; j < got[i].size(); ++j) {
-      EXPECT_NEAR(got[i][j], expected[i][j], 1e-5) << "result " << i << ", element " << j;
+      // The model calculates GELU as we do; cuBLASLt takes tanh.approx, whose relative error is 2^-11.
+      const double bound =
+          on_emulation() ? 1e-5 : 0x1p-11 * std::fmax(1, std::fabs(expected[i][j]));
+      EXPECT_NEAR(got[i][j], expected[i][j], bound) << "result " << i << ", element " << j;
     }
   }
 }
@@ -708,7 +717,11 @@ TEST_F(GemmOfOps, TimesOfLaunchesSayWhatWasAskedFor) {
   const std::vector<LaunchTime> times = time_launches([&] { matmul(x, x); });
   ASSERT_EQ(times.size(), 1U);
   EXPECT_EQ(times[0].op + "|" + times[0].name, "matmul|matmul");
-  EXPECT_EQ(times[0].request, describe(asked.at(0)));
+  if (on_emulation()) {
+    EXPECT_EQ(times[0].request, describe(asked.at(0)));
+  } else {
+    EXPECT_EQ(times[0].request.find("m8 n8 k8 "), 0U) << times[0].request;
+  }
 }
 
 TEST_F(GemmOfOps, Tf32IsASwitchAndOffAtFirst) {

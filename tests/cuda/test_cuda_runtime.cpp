@@ -542,7 +542,15 @@ TEST(CudaKernels, DrawTheRandomNumbersOfTheCpu) {
         for (double value : x.to_vector()) all.push_back(value);
       }
     }
-    EXPECT_EQ(numbers[0], numbers[1]);
+    if (dtype != kF64 || gpu::on_emulation()) {
+      EXPECT_EQ(numbers[0], numbers[1]);
+      continue;
+    }
+    // Normal ones come from the logarithm and the sine of CUDA's library.
+    ASSERT_EQ(numbers[0].size(), numbers[1].size());
+    for (size_t i = 0; i < numbers[0].size(); ++i) {
+      EXPECT_NEAR(numbers[0][i], numbers[1][i], 0x1p-49) << i;
+    }
   }
 }
 

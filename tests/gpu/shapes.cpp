@@ -59,6 +59,12 @@ std::vector<int64_t> sampled_rows(int64_t size) {
   return {rows.begin(), rows.end()};
 }
 
+Tensor rounding(const Tensor& y, DType dtype) {
+  const double least = dtype == kF16 ? 0x1p-24 : 0;  // others' results are never that small here
+  return mul(maximum(mul(abs(y), epsilon_of(dtype)), full({}, least, {y.dtype(), y.device()})),
+             0.5 * (1 + 1e-6));
+}
+
 Tensor f64_of(const Tensor& x) { return is_fp8(x.dtype()) ? x.to(kF32).to(kF64) : x.to(kF64); }
 
 Tensor rows_of(const Tensor& x, int64_t dim, const std::vector<int64_t>& rows) {

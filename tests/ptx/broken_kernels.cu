@@ -45,6 +45,16 @@ __global__ void f64_division_kernel(const double* x, double* y, double divisor, 
 __device__ __noinline__ float helper(float x) { return x * x + 1; }
 __global__ void call_kernel(const float* x, float* y) { y[threadIdx.x] = helper(x[threadIdx.x]); }
 
+__global__ void clamp_kernel(const int* x, int* y) {
+  const int left = *x - static_cast<int>(threadIdx.x);
+  const int count = left < 0 ? 0 : left < 2 ? left : 2;
+  y[threadIdx.x] = count == 2 ? 7 : count * 5;
+}
+
+__global__ void text_kernel(const int* x, const char** y) {
+  y[threadIdx.x] = *x > 0 ? "more" : nullptr;
+}
+
 __global__ void unlisted_kernel(float* y) { y[threadIdx.x] = 0; }
 
 // Sums that all live to the end.

@@ -17,7 +17,7 @@ broken_kernels  sound_kernel      load16 store16 1<=load16 !load !store !divisio
 broken_kernels  scalar_kernel     load16 store<=0 2<=load 5<=loop
 broken_kernels  product_kernel    mma 2<=f32 f32<=0
 broken_kernels  wide_kernel       load<=1
-broken_kernels  (local|generic|division|call)_kernel  load
+broken_kernels  (local|generic|division|call|clamp|text)_kernel  load
 broken_kernels  f64_division_kernel  +f64 5<=loop loop<=6
 broken_kernels  missing_kernel    load16
 broken_kernels  (greedy|crowded|staged)_kernel
@@ -46,11 +46,13 @@ grep -q " division_kernel: [0-9]* of loop_division, which it may not have" "$fol
 grep -q "f64_division_kernel: [0-9]* of loop_f64_division, which it may not have" "$folder/report" ||
   fail "not reported: loop_f64_division"
 expect "call_kernel: 1 of call, which it may not have"
+expect " clamp_kernel: 1 of clamp_equal, which it may not have"
+expect " text_kernel: 1 of text, which it may not have"
 expect "unlisted_kernel: no rule in"
 expect "no kernel fits missing_kernel"
 grep -q sound_kernel "$folder/report" && fail "the sound kernel was reported"
 
-printf 'broken_kernels  sound_kernel  load16 store16\nbroken_kernels  .*  +local +generic +f64 +loop_f64_division +loop_division +call\n' > "$folder/rules"
+printf 'broken_kernels  sound_kernel  load16 store16\nbroken_kernels  .*  +local +generic +f64 +loop_f64_division +loop_division +call +clamp_equal +text\n' > "$folder/rules"
 "$check" "$folder/rules" "$ptx" >> "$folder/report" || fail "kernels without demands did not pass"
 
 # Registers and shared memory. 256 threads with 40 KiB fit five times into 228, with 56 four times.

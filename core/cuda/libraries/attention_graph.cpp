@@ -40,6 +40,8 @@ std::string check_bias(const AttentionProblem& p) {
     return concatenate("a bias of [", x.B, ", ", x.H, ", ", x.T, "] does not fit [", p.B, ", ", p.H,
                        ", ", p.T, "]");
   }
+  // cuDNN 9.19 on an H200: gradients of such a bias are those of another one.
+  if (p.backward && x.T != p.T) return "backward takes a bias of all rows, not of one for all";
   const int64_t vector = 16 / size_of(x.dtype);
   for (const int64_t stride : {x.batch, x.head, x.row}) {
     if (stride < 0 || stride % vector != 0) {

@@ -154,6 +154,9 @@ std::string check_epilogue(const GemmProblem& p) {
   }
   const bool of_operand = e == GemmEpilogue::kBiasGradOfA || e == GemmEpilogue::kBiasGradOfB;
   if (of_operand && is_fp8_problem(p)) return concatenate("fp8 has no epilogue ", name_of(e));
+  // cuBLASLt 13.1 on an H200: the operand's rows lie along the sum, as those of a weight's gradient do.
+  if (e == GemmEpilogue::kBiasGradOfA && !p.a.transposed) return "bias_grad_a needs a transposed a";
+  if (e == GemmEpilogue::kBiasGradOfB && p.b.transposed) return "bias_grad_b needs b as it is";
   if (p.aux.data == nullptr) {
     return needs_aux(e) ? concatenate("the epilogue ", name_of(e), " needs aux") : std::string();
   }

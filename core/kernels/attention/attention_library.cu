@@ -32,7 +32,8 @@ constexpr float kHidden = -1e30f, kShifted = -1e29f;
 constexpr int64_t kMostBias = int64_t{1} << 28;  // bytes
 
 struct Bias {
-  Tensor values;  // f32 [B, H, T, S] with 1 where the mask is the same for all, rows aligned
+  // f32 [B, H, T, S] with 1 where the mask is the same for all, rows aligned. Backward has all T rows.
+  Tensor values;
   Tensor hidden;  // u8 [B, H, T] of the same: the row has no keys
 };
 
@@ -73,9 +74,9 @@ __global__ void bias_kernel(const M* mask, float* values, uint8_t* hidden, const
 }
 
 // mask: [B, H, T, S], expanded. Nothing where it takes too much memory.
-Bias bias_of(const Tensor& mask) {
+Bias bias_of(const Tensor& mask, bool backward) {
   const auto kept = [&](int dim) { return mask.stride(dim) == 0 ? 1 : mask.size(dim); };
-  const int64_t B = kept(0), H = kept(1), T = kept(2), S = mask.size(3);
+  const int64_t B = kept(0), H = kept(1), T = backward ? mask.size(2) : kept(2), S = mask.size(3);
   const int64_t row_length = (S + 3) / 4 * 4, rows = B * H * T;
   if (rows * row_length * 4 > kMostBias) return {};
   const Bias bias{raw::empty({B, H, T, row_length}, kF32, mask.device()),
@@ -214,7 +215,7 @@ gpu::AttentionProblem library_problem(const Tensor& query, const Tensor& key, co
 
 // Makes the mask a bias of the problem; false where the library does not serve what is asked for.
 // Where the library draws dropout it must do so in both directions, so forward asks for both.
-bool prepare(gpu::AttentionProblem& p, const AttentionSpec& spec, Bias& bias) {
+bool prepare(gpu::AttentionProblem& p, const AttentionSpec& spec, bool backward, Bias& bias) {
   const int version = spec.policy.library ? gpu::graph_library_version() : 0;
   if (version == 0 || !validate(p, version).empty()) return false;
   if (spec.dropout > 0 &&
@@ -223,7 +224,8 @@ bool prepare(gpu::AttentionProblem& p, const AttentionSpec& spec, Bias& bias) {
   }
   if (spec.mask.defined()) {
     if (spec.causal) return false;  // a row without keys could not be told from the mask
-    bias = bias_of(spec.mask);
+    // With dropout both directions are asked for: the one's bias is the other's.
+    bias = bias_of(spec.mask, backward || spec.dropout > 0);
     if (!bias.values.defined()) return false;
     const Tensor& x = bias.values;
     p.bias = {kF32,        x.size(0),   x.size(1),   x.size(2),
@@ -281,7 +283,7 @@ bool attention_by_library(const Tensor& query, const Tensor& key, const Tensor& 
                           const AttentionResult& result) {
   gpu::AttentionProblem problem = library_problem(query, key, value, result, spec);
   Bias bias;
-  if (!prepare(problem, spec, bias) ||
+  if (!prepare(problem, spec, false, bias) ||
       !run_on_library(problem, spec.stream, lengths, query.device())) {
     return false;
   }
@@ -295,7 +297,7 @@ bool attention_backward_by_library(const Tensor& grad_output, const Tensor& quer
                                    const AttentionGradients& gradients) {
   gpu::AttentionProblem problem = library_problem(query, key, value, result, spec);
   Bias bias;
-  if (!prepare(problem, spec, bias)) return false;
+  if (!prepare(problem, spec, true, bias)) return false;
   problem.backward = true;
   problem.grad_output = operand_of(grad_output);
   problem.grad_query = operand_of(gradients.query);
