@@ -26,6 +26,7 @@ void register_multi_tensor_copy();
 void register_multi_tensor_square_sum();
 void register_multi_tensor_updates();
 void register_norm();
+void register_norm_gradient();
 void register_part_labels();
 void register_pool();
 void register_random_fill();
@@ -62,6 +63,7 @@ void gpu::register_kernels() {
   kernels::register_multi_tensor_square_sum();
   kernels::register_multi_tensor_updates();
   kernels::register_norm();
+  kernels::register_norm_gradient();
   kernels::register_part_labels();
   kernels::register_pool();
   kernels::register_random_fill();
