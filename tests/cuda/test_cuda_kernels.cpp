@@ -581,9 +581,9 @@ TEST(CudaLoss, InPlaceGradientsOfRowsWithAndWithoutVectors) {
   }
 }
 
-// In registers, in registers with idle lanes, too wide for them, not aligned.
+// In registers of one to four warps, with idle lanes and without, of more warps, not aligned.
 TEST(CudaNorm, RowsOfAllWidths) {
-  for (const int64_t width : {512, 24, 1032, 13}) {
+  for (const int64_t width : {512, 24, 768, 1000, 1032, 13}) {
     for (const DType dtype : {kF32, kBF16, kF64}) {
       // More rows than a block of the backward has.
       const Tensor x = mul(numbers({67, width}, kF32), 0.125).to(dtype);
@@ -641,7 +641,7 @@ TEST(CudaNorm, GeluBringsTheSumsOfItsBias) {
 // gradient comes with that of the norm, has the gradient that it has on the CPU, also where the
 // stream goes on, and where a hook writes over the gradient on its way.
 TEST(CudaNorm, BringsDropoutAndTheSumsOfTheBiasBefore) {
-  for (const int64_t width : {24, 1032, 13}) {
+  for (const int64_t width : {24, 768, 1032, 13}) {
     for (const DType dtype : {kF32, kBF16, kF64}) {
       if (dtype == kF64 && width != 24) continue;
       for (const bool hooked : {false, true}) {

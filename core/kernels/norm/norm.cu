@@ -98,9 +98,9 @@ TS_DEVICE void normalise_row(const NormForward<T>& p, int64_t row, const Write& 
 }
 
 template <class T, class W, bool kDrops>
-__global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
+__global__ void __launch_bounds__(kRowsOfBlock* gpu::kWarp)
     register_row_norm_kernel(const NormForward<T> p) {
-  const int64_t row = int64_t{blockIdx.x} * kRowsOfBlock<gpu::kWarp> + threadIdx.x / gpu::kWarp;
+  const int64_t row = int64_t{blockIdx.x} * kRowsOfBlock + threadIdx.x / gpu::kWarp;
   if (row >= p.rows) return;  // the whole warp
   normalise_row<T, W, kDrops>(
       p, row, [&](int64_t c, const auto& out) { gpu::store_vector(p.y + row * p.C + c, out); });
@@ -261,7 +261,7 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
     const char* const name = center ? "layer_norm" : "rms_norm";
     Tensor w = stored_parameter<T>(weight), b = stored_parameter<T>(bias);
     const bool registers = register_threads<T>(columns, {&source, &other, &result.sum, &result.y,
-                                                         &w, &b}) == gpu::kWarp;
+                                                         &w, &b}) == kNarrowBlock;
     if (!registers) {
       w = in_dtype(weight, compute), b = in_dtype(bias, compute);
       if (given) source = dropout(source, given->p, given->stream);
@@ -297,8 +297,8 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
         take_parameters();
         gpu::launch(
             {.name = name,
-             .grid = gpu::blocks(rows, kRowsOfBlock<gpu::kWarp>),
-             .block = kRegisterBlock<gpu::kWarp>,
+             .grid = gpu::blocks(rows, kRowsOfBlock),
+             .block = kRowsOfBlock * gpu::kWarp,
              .traffic = traffic},
             given ? register_row_norm_kernel<T, W, true> : register_row_norm_kernel<T, W, false>,
             p);
@@ -336,7 +336,7 @@ QuantizedRowNorm row_norm_quantized_cuda(const Tensor& x, const Tensor& residual
         RowNorm& norm = result.norm;
         if (residual.defined()) norm.sum = raw::empty(x.shape(), x.dtype(), x.device());
         Tensor w = stored_parameter<T>(weight), b = stored_parameter<T>(bias);
-        fused = register_threads<T>(columns, {&source, &other, &norm.sum, &w, &b}) == gpu::kWarp;
+        fused = register_threads<T>(columns, {&source, &other, &norm.sum, &w, &b}) == kNarrowBlock;
         if (!fused) return;
         norm.rstd = raw::empty({rows}, compute, x.device());
         if (center) norm.mean = raw::empty({rows}, compute, x.device());

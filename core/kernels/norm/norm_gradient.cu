@@ -32,95 +32,256 @@ struct NormBackward {
   T* update;             // (rows, C) or null: what dropout takes of dx
   Compute<T>* dupdates;  // (blocks of kNormRows rows, C) or null: sums of update, or else of dx
   NormDropout<T> dropout;
+  double inverse_columns;  // 1 / C, of kernels with rows in registers
 };
 
-// A block walks kNormRows rows, a warp every fourth of them or all threads each; the sums of its
-// columns stay in registers and are joined in the order of the warps.
-template <class T, class W, int kThreads, bool kMore>
-__global__ void __launch_bounds__(kRegisterBlock<kThreads>)
-    register_row_norm_backward_kernel(const NormBackward<T> p) {
+// Sums over a warp of kCount numbers of each lane, a power of two: lane i gets that of number
+// i / (32 / kCount). Each step halves what a lane has to sum: 9 exchanges of 8 numbers, not 40.
+template <int kCount>
+TS_DEVICE double warp_sums(double (&values)[kCount], int lane) {
+  int lanes = gpu::kWarp / 2;
+  TS_UNROLL
+  for (int half = kCount / 2; half > 0; half /= 2, lanes /= 2) {
+    const bool upper = (lane & lanes) != 0;
+    TS_UNROLL
+    for (int i = 0; i < half; ++i) {
+      const double own = upper ? values[i + half] : values[i];
+      const double other = upper ? values[i] : values[i + half];
+      values[i] = own + __shfl_xor_sync(gpu::kAllLanes, other, lanes);
+    }
+  }
+  for (; lanes > 0; lanes /= 2) {
+    values[0] += __shfl_xor_sync(gpu::kAllLanes, values[0], lanes);
+  }
+  return values[0];
+}
+
+// What is calculated from it after this is calculated anew, not kept in registers from before.
+TS_DEVICE void forget_results([[maybe_unused]] uint32_t& of) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(of));
+#endif
+}
+TS_DEVICE void forget_results([[maybe_unused]] int64_t& of) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+l"(of));
+#endif
+}
+
+// Neighbours of a row, as words: numbers of 16 bits would take a register each.
+template <class T, int N>
+class PackedVector {
+ public:
+  TS_DEVICE void load(const T* from) {
+    const auto vector = gpu::load_vector<N>(from);
+    memcpy(words_, &vector, sizeof(words_));
+  }
+  TS_DEVICE void unpack(Compute<T> (&values)[N]) const {
+    gpu::Vector<T, N> vector;
+    memcpy(&vector, words_, sizeof(words_));
+    kernels::unpack(vector, values);
+  }
+  TS_DEVICE void stay_packed() {
+    TS_UNROLL
+    for (uint32_t& word : words_) forget_results(word);
+  }
+
+ private:
+  uint32_t words_[sizeof(T) * N / sizeof(uint32_t)] = {};  // zeros
+};
+
+// Backward: a thread has some columns of its rows, and their sums. Few of them, as memory is kept
+// busy by the rows that all warps of an SM wait for, and registers say how many warps those are.
+template <class T, int kThreads>
+struct NormShare {
+  static constexpr bool kWide = kThreads == kWideBlock;
+  static constexpr int64_t kMost = kMostInRegisters<T, kThreads>;
+  static constexpr int kWidth = 16 / sizeof(T);
+  static constexpr int kNumbers = static_cast<int>(kMost / kThreads);
+  static constexpr int kVectors = kNumbers / kWidth;
+  static constexpr int kRows = kWide || sizeof(T) > 2 ? 1 : 2;  // at once
+  static constexpr int kWarps = kThreads / gpu::kWarp;
+  static constexpr bool kEarly = !kWide;  // dsum is loaded before the threads wait for each other
+  // Blocks that an SM has room for, with weights of W.
+  template <class W>
+  static constexpr int kBlocks = kWide || sizeof(T) == 8 ? 1
+                                 : sizeof(W) == 2        ? 6
+                                                         : 5;
+
+  // Warps of a row, and rows beside each other in a block.
+  static int warps(int64_t columns) {
+    return static_cast<int>((columns + gpu::kWarp * kNumbers - 1) / (gpu::kWarp * kNumbers));
+  }
+  static int groups(int64_t columns) { return kWide ? 1 : kWarps / warps(columns); }
+};
+
+// A block walks kNormRows rows, some at once. The sums of its columns stay in registers, and those
+// of rows beside each other are joined in their order.
+template <class T, class W, int kThreads, bool kMore, bool kDrops>
+__global__ void __launch_bounds__(kThreads,
+                                  kDrops ? 1 : NormShare<T, kThreads>::template kBlocks<W>)
+    register_row_norm_backward_kernel(const NormBackward<T> p, int warps) {
   using A = Compute<T>;
-  using Lanes = InRegisters<T, kThreads>;
-  constexpr int kWidth = 16 / sizeof(T), kNumbers = Lanes::kNumbers;
-  constexpr int kRows = kRowsOfBlock<kThreads>;
-  TS_SHARED(A, joined, kRows > 1 ? Lanes::kMost : 1);
-  TS_REDUCE_SLOT(double, slot);
-  const int group = static_cast<int>(threadIdx.x) / kThreads;
+  using Share = NormShare<T, kThreads>;
+  constexpr int kWidth = Share::kWidth, kNumbers = Share::kNumbers, kVectors = Share::kVectors;
+  constexpr int kRows = Share::kRows, kSums = 2 * kRows, kLanes = gpu::kWarp / kSums;
+  // More than one group have at most half of the columns each.
+  TS_SHARED(A, joined, Share::kWide ? 1 : Share::kMost / 2);
+  TS_SHARED(double, slot, 2 * Share::kWarps * kSums);
+  const int threads = warps * gpu::kWarp, groups = static_cast<int>(blockDim.x) / threads;
+  const int group = static_cast<int>(threadIdx.x) / threads;
+  const int thread = static_cast<int>(threadIdx.x) % threads;
+  const int lane = static_cast<int>(threadIdx.x) % gpu::kWarp;
+  const int C = static_cast<int>(p.C);
   const int64_t begin = int64_t{blockIdx.x} * kNormRows;
-  const int64_t end = begin + kNormRows < p.rows ? begin + kNormRows : p.rows;
+  const int rows = static_cast<int>(begin + kNormRows < p.rows ? kNormRows : p.rows - begin);
+  const auto column = [&](int v) { return (v * threads + thread) * kWidth; };
+  // Each time anew, from the first cache.
+  const auto load_weight = [&](int v, A(&numbers)[kWidth]) {
+    PackedVector<W, kWidth> weight;
+    const bool some = p.weight != nullptr;
+    if (some && column(v) < C) weight.load(static_cast<const W*>(p.weight) + column(v));
+    weight.unpack(numbers);
+    TS_UNROLL
+    for (int j = 0; j < kWidth; ++j) numbers[j] = some ? numbers[j] : A(1);
+  };
   A dweight[kNumbers] = {}, dbias[kNumbers] = {}, dupdate[kMore ? kNumbers : 1] = {};
   RandomStream now{};
-  if constexpr (kMore) {
-    if (p.update != nullptr) now = p.dropout.stream.now();
-  }
-  for (int64_t row = begin + group; row < end; row += kRows) {
-    const A m = p.mean != nullptr ? p.mean[row] : A(0), r = p.rstd[row];
-    A xhats[kNumbers], gs[kNumbers];  // g = dy weight
-    double sum = 0, product = 0;      // of g and g xhat
-    Lanes::each(p.C, [&](int v, int64_t c) {
-      const auto grads = gpu::load_vector<kWidth>(p.dy + row * p.C + c);
-      const auto in = gpu::load_vector<kWidth>(p.x + row * p.C + c);
-      gpu::Vector<A, kWidth> w;
-      if (p.weight != nullptr) w = load_stored<W, A, kWidth>(p.weight, c);
+  if constexpr (kDrops) now = p.dropout.stream.now();
+  int half = 0;  // of the slot
+  int64_t start = (begin + group) * p.C + column(0);
+  for (int first = 0; first < rows; first += groups * kRows, start += groups * kRows * C) {
+    // Row k of those at once, of which vector v is at start + place(k, v).
+    const auto row_of = [&](int k) { return first + k * groups + group; };
+    const auto place = [&](int k, int v) { return k * groups * C + v * threads * kWidth; };
+    // What is beyond the rows or the columns is 0, and adds nothing.
+    PackedVector<T, kWidth> grads[kRows][kVectors], in[kRows][kVectors], more[kRows][kVectors];
+    A means[kRows] = {}, rstds[kRows] = {};
+    TS_UNROLL
+    for (int k = 0; k < kRows; ++k) {
       TS_UNROLL
-      for (int j = 0; j < kWidth; ++j) {
-        const int i = v * kWidth + j;
-        const A grad = load<A>(grads.values[j]);
-        xhats[i] = (load<A>(in.values[j]) - m) * r;
-        gs[i] = p.weight != nullptr ? grad * w.values[j] : grad;
-        sum += static_cast<double>(gs[i]);
-        product += static_cast<double>(gs[i] * xhats[i]);
-        dweight[i] += grad * xhats[i];
-        dbias[i] += grad;
-      }
-    });
-    if (p.dx == nullptr) continue;
-    A mean_g = 0;
-    if (p.mean != nullptr) {
-      mean_g = static_cast<A>(row_reduce<kThreads>(sum, gpu::Plus{}, 0.0, slot) /
-                              static_cast<double>(p.C));
-    }
-    const A mean_product = static_cast<A>(row_reduce<kThreads>(product, gpu::Plus{}, 0.0, slot) /
-                                          static_cast<double>(p.C));
-    Lanes::each(p.C, [&](int v, int64_t c) {
-      gpu::Vector<T, kWidth> more, out;
-      if (p.dsum != nullptr) more = gpu::load_vector<kWidth>(p.dsum + row * p.C + c);
-      TS_UNROLL
-      for (int j = 0; j < kWidth; ++j) {
-        const int i = v * kWidth + j;
-        A value = (gs[i] - mean_g - xhats[i] * mean_product) * r;
-        if (p.dsum != nullptr) value = value + load<A>(more.values[j]);
-        out.values[j] = store<T>(value);
-      }
-      gpu::store_vector(p.dx + row * p.C + c, out);
-      if constexpr (kMore) {
-        if (p.update != nullptr) {
-          p.dropout.apply(out, now, row * p.C + c);
-          gpu::store_vector(p.update + row * p.C + c, out);
+      for (int v = 0; v < kVectors; ++v) {
+        int64_t at = start + place(k, v);
+        forget_results(at);
+        if (row_of(k) < rows && column(v) < C) {
+          grads[k][v].load(p.dy + at);
+          in[k][v].load(p.x + at);
         }
+      }
+      if (row_of(k) >= rows) continue;
+      if (p.mean != nullptr) means[k] = p.mean[begin + row_of(k)];
+      rstds[k] = p.rstd[begin + row_of(k)];
+    }
+    A own[kSums] = {};  // of g = dy weight and of g xhat
+    TS_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      A weight[kWidth];
+      load_weight(v, weight);
+      TS_UNROLL
+      for (int k = 0; k < kRows; ++k) {
+        if (row_of(k) >= rows) continue;  // and one row after the other
+        A dy[kWidth], x[kWidth];
+        grads[k][v].unpack(dy);
+        in[k][v].unpack(x);
         TS_UNROLL
-        for (int j = 0; j < kWidth; ++j) dupdate[v * kWidth + j] += load<A>(out.values[j]);
+        for (int j = 0; j < kWidth; ++j) {
+          const A xhat = (x[j] - means[k]) * rstds[k], g = dy[j] * weight[j];
+          own[2 * k] += g;
+          own[2 * k + 1] += g * xhat;
+          dweight[v * kWidth + j] += dy[j] * xhat;
+          dbias[v * kWidth + j] += dy[j];
+        }
       }
-    });
-  }
-  const auto join = [&](const auto& own, A* result) {
-    if (result == nullptr) return;  // all threads
-    for (int turn = 0; turn < kRows; ++turn) {
-      if (group == turn) {
-        Lanes::each(p.C, [&](int v, int64_t c) {
+    }
+    if (p.dx == nullptr) continue;
+    if (Share::kEarly && p.dsum != nullptr) {
+      TS_UNROLL
+      for (int k = 0; k < kRows; ++k) {
+        TS_UNROLL
+        for (int v = 0; v < kVectors; ++v) {
+          int64_t at = start + place(k, v);
+          forget_results(at);
+          if (row_of(k) < rows && column(v) < C) more[k][v].load(p.dsum + at);
+        }
+      }
+    }
+    double sums[kSums];
+    TS_UNROLL
+    for (int i = 0; i < kSums; ++i) sums[i] = static_cast<double>(own[i]);
+    double total = warp_sums(sums, lane);
+    if (warps > 1) {
+      const int warp = static_cast<int>(threadIdx.x) / gpu::kWarp;
+      if (lane % kLanes == 0) slot[(half + warp) * kSums + lane / kLanes] = total;
+      __syncthreads();  // once, as the next rows have the other half of the slot
+      total = 0;
+      TS_UNROLL
+      for (int i = 0; i < Share::kWarps; ++i) {
+        if (i < warps) total += slot[(half + group * warps + i) * kSums + lane / kLanes];
+      }
+      half = Share::kWarps - half;
+    }
+    const auto average = static_cast<A>(total * p.inverse_columns);
+    TS_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      A weight[kWidth];
+      load_weight(v, weight);
+      TS_UNROLL
+      for (int k = 0; k < kRows; ++k) {
+        A mean_g = __shfl_sync(gpu::kAllLanes, average, 2 * k * kLanes);
+        const A mean_product = __shfl_sync(gpu::kAllLanes, average, (2 * k + 1) * kLanes);
+        if (p.mean == nullptr) mean_g = 0;
+        if (row_of(k) >= rows || column(v) >= C) continue;
+        int64_t at = start + place(k, v);
+        forget_results(at);
+        if (!Share::kEarly && p.dsum != nullptr) more[k][v].load(p.dsum + at);
+        grads[k][v].stay_packed();
+        in[k][v].stay_packed();
+        A dy[kWidth], x[kWidth], other[kWidth], values[kWidth];
+        grads[k][v].unpack(dy);
+        in[k][v].unpack(x);
+        TS_UNROLL
+        for (int j = 0; j < kWidth; ++j) {
+          const A xhat = (x[j] - means[k]) * rstds[k], g = dy[j] * weight[j];
+          values[j] = (g - mean_g - xhat * mean_product) * rstds[k];
+        }
+        if (p.dsum != nullptr) {
+          more[k][v].unpack(other);
           TS_UNROLL
-          for (int j = 0; j < kWidth; ++j) {
-            const A before = turn > 0 ? joined[c + j] : A(0);
-            const A value = before + own[v * kWidth + j];
-            if (turn + 1 < kRows) {
-              joined[c + j] = value;
-            } else {
-              result[blockIdx.x * p.C + c + j] = value;
-            }
+          for (int j = 0; j < kWidth; ++j) values[j] = values[j] + other[j];
+        }
+        gpu::Vector<T, kWidth> out = pack<T>(values);
+        gpu::store_vector(p.dx + at, out);
+        if constexpr (kMore) {
+          if constexpr (kDrops) {
+            p.dropout.apply(out, now, at);
+            gpu::store_vector(p.update + at, out);
           }
-        });
+          unpack(out, values);
+          TS_UNROLL
+          for (int j = 0; j < kWidth; ++j) dupdate[v * kWidth + j] += values[j];
+        }
       }
-      __syncthreads();
+    }
+  }
+  const auto join = [&](const A* own, A* result) {
+    if (result == nullptr) return;  // all threads
+    for (int turn = 0; turn < groups; ++turn) {
+      TS_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        const int c = column(v);
+        if (group != turn || c >= C) continue;
+        gpu::Vector<A, kWidth> sum;
+        TS_UNROLL
+        for (int j = 0; j < kWidth; ++j) {
+          sum.values[j] = (turn > 0 ? joined[c + j] : A(0)) + own[v * kWidth + j];
+        }
+        if (turn + 1 == groups) {
+          gpu::store_vector(result + blockIdx.x * p.C + c, sum);
+        } else {
+          gpu::store_shared_vector(joined + c, sum);
+        }
+      }
+      if (groups > 1) __syncthreads();
     }
   };
   join(dweight, p.dweights);
@@ -237,7 +398,7 @@ __global__ void __launch_bounds__(gpu::kWarp* kNormLines)
   join(dbias, p.dbiases);
 }
 
-// `threads`: how many keep a row in their registers.
+// `threads`: of register_threads.
 template <class T>
 void launch_norm_backward(NormBackward<T>& p, int threads, Tensor& weight) {
   constexpr const char* kName = "norm_backward";
@@ -256,7 +417,6 @@ void launch_norm_backward(NormBackward<T>& p, int threads, Tensor& weight) {
     traffic.writes = plane;
   }
   gpu::Traffic whole{traffic.reads, traffic.writes + column_sums};
-  const bool more = p.update != nullptr || p.dupdates != nullptr;
   if (p.update != nullptr) {
     whole.reads += state_bytes_of(p.dropout.stream);
     whole.writes += plane;
@@ -266,17 +426,21 @@ void launch_norm_backward(NormBackward<T>& p, int threads, Tensor& weight) {
     return p.dx != nullptr && weight.defined() ? p.C * size_of(weight.dtype()) : 0;
   };
   const auto run = [&]<int kThreads>() {
+    using Share = NormShare<T, kThreads>;
+    const int warps = Share::warps(p.C);
+    const int block = Share::groups(p.C) * warps * gpu::kWarp;
     with_stored_type<T>({&weight}, [&]<class W>() {
       p.weight = address_or_null(weight);
       whole.reads += weight_bytes();
       gpu::launch(
-          {.name = kName, .grid = blocks, .block = kRegisterBlock<kThreads>, .traffic = whole},
-          more ? register_row_norm_backward_kernel<T, W, kThreads, true>
-               : register_row_norm_backward_kernel<T, W, kThreads, false>,
-          p);
+          {.name = kName, .grid = blocks, .block = static_cast<unsigned>(block), .traffic = whole},
+          p.update != nullptr     ? register_row_norm_backward_kernel<T, W, kThreads, true, true>
+          : p.dupdates != nullptr ? register_row_norm_backward_kernel<T, W, kThreads, true, false>
+                                  : register_row_norm_backward_kernel<T, W, kThreads, false, false>,
+          p, warps);
     });
   };
-  if (threads == gpu::kWarp) return run.template operator()<gpu::kWarp>();
+  if (threads == kNarrowBlock) return run.template operator()<kNarrowBlock>();
   if (threads == kWideBlock) return run.template operator()<kWideBlock>();
   p.weight = address_or_null(weight);
   traffic.reads += weight_bytes();
@@ -353,8 +517,10 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
                         columns,
                         data_or_null<T>(result.update),
                         data_or_null<A>(partials[2]),
-                        {}};
+                        {},
+                        0};
       if (result.update.defined()) p.dropout = dropout_of<T>(options.dropout);
+      p.inverse_columns = 1 / static_cast<double>(columns);
       launch_norm_backward<T>(p, threads, w);
     }
     launch_column_fold("norm_fold", fold);
@@ -367,8 +533,6 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
 
 }  // namespace
 
-void register_norm_gradient() {
-  cuda_kernel<row_norm_backward> = row_norm_backward_cuda;
-}
+void register_norm_gradient() { cuda_kernel<row_norm_backward> = row_norm_backward_cuda; }
 
 }  // namespace tessera::kernels

@@ -21,15 +21,14 @@ namespace tessera::kernels::row_norms {
 
 // Rows of up to 1024 numbers (512 of f64) whose vectors are aligned stay in the registers of a
 // warp: read and written once, 16 bytes at a time. Longer ones take a block each. Forward keeps
-// them in shared memory. Backward keeps them in the registers of kWideBlock threads up to 8192
-// numbers (4096), with the sums of the columns beside them; beyond, or without alignment, in shared
-// memory, and the sums of the columns are a launch of their own, which reads dy and x a second
-// time.
-constexpr int kWideBlock = 256;
-template <int kThreads>
-inline constexpr int kRowsOfBlock = kThreads == gpu::kWarp ? 4 : 1;
-template <int kThreads>
-inline constexpr int kRegisterBlock = kRowsOfBlock<kThreads>* kThreads;
+// them in shared memory. Backward keeps them in the registers of up to kNarrowBlock threads, or up
+// to kWideBlock for 8192 numbers (4096), with the sums of the columns beside them; beyond, or
+// without alignment, in shared memory, and the sums of the columns are a launch of their own, which
+// reads dy and x a second time.
+constexpr int kNarrowBlock = 128, kWideBlock = 512;
+constexpr int kRowsOfBlock = 4;  // of forward
+template <class T, int kThreads>
+inline constexpr int64_t kMostInRegisters = InRegisters<T>::kMost*(kThreads == kWideBlock ? 8 : 1);
 
 // Columns of weight or bias. Rows in registers read them as they are stored (W: of x's dtype, or as
 // they are calculated with), the others converted.
@@ -82,13 +81,13 @@ T* data_or_null(const Tensor& x) {
   return x.defined() ? x.data_as<T>() : nullptr;
 }
 
-// How many threads keep a row in their registers; 0 where none do.
+// The block that keeps rows in its registers; 0 where none does.
 template <class T>
 int register_threads(int64_t columns, std::initializer_list<const Tensor*> operands) {
   bool aligned = columns % (16 / static_cast<int64_t>(sizeof(T))) == 0;
   for (const Tensor* x : operands) aligned = aligned && (!x->defined() || is_aligned(x->data()));
-  if (!aligned || columns > InRegisters<T, kWideBlock>::kMost) return 0;
-  return columns <= InRegisters<T>::kMost ? gpu::kWarp : kWideBlock;
+  if (!aligned || columns > kMostInRegisters<T, kWideBlock>) return 0;
+  return columns <= kMostInRegisters<T, kNarrowBlock> ? kNarrowBlock : kWideBlock;
 }
 
 // As the kernels of rows in registers read it: as it is where they can, else in the compute type.
@@ -120,6 +119,8 @@ NormDropout<T> dropout_of(const std::optional<ResidualDropout>& given) {
   return {movable(given->stream), dropout_threshold(given->p),
           static_cast<Compute<T>>(1.0 / (1.0 - given->p))};
 }
-inline int64_t state_bytes_of(const MovableStream& stream) { return stream.state != nullptr ? 16 : 0; }
+inline int64_t state_bytes_of(const MovableStream& stream) {
+  return stream.state != nullptr ? 16 : 0;
+}
 
 }  // namespace tessera::kernels::row_norms
