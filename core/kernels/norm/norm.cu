@@ -29,8 +29,8 @@ struct NormForward {
   Compute<T>* mean;    // (rows), null for rms_norm
   Compute<T>* rstd;    // (rows)
   int64_t rows, C;
-  double eps;
-  NormDropout<T> dropout;  // of x, for kernels that drop
+  double eps, inverse_columns;  // the latter 1 / C
+  NormDropout<T> dropout;       // of x, for kernels that drop
 };
 
 // A row in the registers of a warp. write(column, numbers of the result): of each vector.
@@ -39,42 +39,61 @@ TS_DEVICE void normalise_row(const NormForward<T>& p, int64_t row, const Write& 
   using A = Compute<T>;
   using Lanes = InRegisters<T>;
   constexpr int kWidth = 16 / sizeof(T);
-  A values[Lanes::kNumbers];
-  double total = 0;
-  RandomStream now{};
-  if constexpr (kDrops) now = p.dropout.stream.now();
-  Lanes::each(p.C, [&](int v, int64_t c) {
-    gpu::Vector<T, kWidth> in = gpu::load_vector<kWidth>(p.x + row * p.C + c);
-    if constexpr (kDrops) p.dropout.apply(in, now, row * p.C + c);
-    if (p.residual != nullptr) {
-      const auto other = gpu::load_vector<kWidth>(p.residual + row * p.C + c);
+  const auto average = [&](double total) {
+    if constexpr (std::is_same_v<A, double>) {
+      return total / static_cast<double>(p.C);
+    } else {
+      return total * p.inverse_columns;
+    }
+  };
+  // All of a row is asked for before any of it is needed.
+  PackedVector<T, kWidth> in[Lanes::kVectors];
+  Lanes::each(p.C, [&](int v, int64_t c) { in[v].load(p.x + row * p.C + c); });
+  if constexpr (kDrops) {
+    const RandomStream now = p.dropout.stream.now();
+    Lanes::each(p.C, [&](int v, int64_t c) {
+      gpu::Vector<T, kWidth> vector = in[v].vector();
+      p.dropout.apply(vector, now, row * p.C + c);
+      in[v].set(vector);
+    });
+  }
+  if (p.residual != nullptr) {
+    PackedVector<T, kWidth> others[Lanes::kVectors];
+    Lanes::each(p.C, [&](int v, int64_t c) { others[v].load(p.residual + row * p.C + c); });
+    Lanes::each(p.C, [&](int v, int64_t c) {
+      A values[kWidth], other[kWidth];
+      in[v].unpack(values);
+      others[v].unpack(other);
       TS_UNROLL
-      for (int j = 0; j < kWidth; ++j) {
-        in.values[j] = store<T>(load<A>(in.values[j]) + load<A>(other.values[j]));
-      }
-      gpu::store_vector(p.sum + row * p.C + c, in);
-    }
-    TS_UNROLL
-    for (int j = 0; j < kWidth; ++j) {
-      const A value = load<A>(in.values[j]);
-      values[v * kWidth + j] = value;
-      total += static_cast<double>(value);
-    }
-  });
+      for (int j = 0; j < kWidth; ++j) values[j] += other[j];
+      in[v].set(pack<T>(values));
+      gpu::store_vector(p.sum + row * p.C + c, in[v].vector());
+    });
+  }
+  // The numbers of a vector are added up in A, vectors in f64.
+  double total = 0;
   A mean = 0;
   if (p.mean != nullptr) {
-    mean = static_cast<A>(gpu::warp_reduce(total, gpu::Plus{}) / static_cast<double>(p.C));
+    TS_UNROLL
+    for (int v = 0; v < Lanes::kVectors; ++v) {
+      A values[kWidth], part = 0;
+      in[v].unpack(values);
+      TS_UNROLL
+      for (int j = 0; j < kWidth; ++j) part += values[j];
+      total += static_cast<double>(part);
+    }
+    mean = static_cast<A>(average(gpu::warp_reduce(total, gpu::Plus{})));
   }
   double squares = 0;
   Lanes::each(p.C, [&](int v, int64_t) {
+    in[v].stay_packed();
+    A values[kWidth], part = 0;
+    in[v].unpack(values);
     TS_UNROLL
-    for (int j = 0; j < kWidth; ++j) {
-      const A deviation = values[v * kWidth + j] - mean;
-      squares += static_cast<double>(deviation * deviation);
-    }
+    for (int j = 0; j < kWidth; ++j) part += (values[j] - mean) * (values[j] - mean);
+    squares += static_cast<double>(part);
   });
-  squares = gpu::warp_reduce(squares, gpu::Plus{});
-  const double variance = squares / static_cast<double>(p.C);
+  const double variance = average(gpu::warp_reduce(squares, gpu::Plus{}));
   const double overflowed = p.mean != nullptr ? variance - variance : 0;  // NaN, see norm.h
   const A rstd = static_cast<A>(1 / ::sqrt(variance + p.eps) + overflowed);
   if (threadIdx.x % gpu::kWarp == 0) {
@@ -85,20 +104,24 @@ TS_DEVICE void normalise_row(const NormForward<T>& p, int64_t row, const Write& 
     gpu::Vector<A, kWidth> w, b;
     if (p.weight != nullptr) w = load_stored<W, A, kWidth>(p.weight, c);
     if (p.bias != nullptr) b = load_stored<W, A, kWidth>(p.bias, c);
-    gpu::Vector<T, kWidth> out;
+    in[v].stay_packed();
+    A values[kWidth];
+    in[v].unpack(values);
     TS_UNROLL
     for (int j = 0; j < kWidth; ++j) {
-      A value = (values[v * kWidth + j] - mean) * rstd;
+      A value = (values[j] - mean) * rstd;
       if (p.weight != nullptr) value = value * w.values[j];
       if (p.bias != nullptr) value = value + b.values[j];
-      out.values[j] = store<T>(value);
+      values[j] = value;
     }
-    write(c, out);
+    write(c, pack<T>(values));
   });
 }
 
 template <class T, class W, bool kDrops>
-__global__ void __launch_bounds__(kRowsOfBlock* gpu::kWarp)
+__global__ void __launch_bounds__(kRowsOfBlock* gpu::kWarp, sizeof(T) > 2 ? 5
+                                                            : kDrops      ? 7
+                                                                          : 9)
     register_row_norm_kernel(const NormForward<T> p) {
   const int64_t row = int64_t{blockIdx.x} * kRowsOfBlock + threadIdx.x / gpu::kWarp;
   if (row >= p.rows) return;  // the whole warp
@@ -277,6 +300,7 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
                      rows,
                      columns,
                      eps,
+                     1 / static_cast<double>(columns),
                      {}};
     gpu::Traffic traffic{source.numel() * size_of(source.dtype()), 0};
     const auto take_parameters = [&] {
@@ -359,6 +383,7 @@ QuantizedRowNorm row_norm_quantized_cuda(const Tensor& x, const Tensor& residual
                          rows,
                          columns,
                          eps,
+                         1 / static_cast<double>(columns),
                          {}};
         CastJob<T, f8e4m3> job{};
         job.through = wants.through.value_or(kF32);

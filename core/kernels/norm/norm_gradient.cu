@@ -56,40 +56,6 @@ TS_DEVICE double warp_sums(double (&values)[kCount], int lane) {
   return values[0];
 }
 
-// What is calculated from it after this is calculated anew, not kept in registers from before.
-TS_DEVICE void forget_results([[maybe_unused]] uint32_t& of) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("" : "+r"(of));
-#endif
-}
-TS_DEVICE void forget_results([[maybe_unused]] int64_t& of) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("" : "+l"(of));
-#endif
-}
-
-// Neighbours of a row, as words: numbers of 16 bits would take a register each.
-template <class T, int N>
-class PackedVector {
- public:
-  TS_DEVICE void load(const T* from) {
-    const auto vector = gpu::load_vector<N>(from);
-    memcpy(words_, &vector, sizeof(words_));
-  }
-  TS_DEVICE void unpack(Compute<T> (&values)[N]) const {
-    gpu::Vector<T, N> vector;
-    memcpy(&vector, words_, sizeof(words_));
-    kernels::unpack(vector, values);
-  }
-  TS_DEVICE void stay_packed() {
-    TS_UNROLL
-    for (uint32_t& word : words_) forget_results(word);
-  }
-
- private:
-  uint32_t words_[sizeof(T) * N / sizeof(uint32_t)] = {};  // zeros
-};
-
 // Backward: a thread has some columns of its rows, and their sums. Few of them, as memory is kept
 // busy by the rows that all warps of an SM wait for, and registers say how many warps those are.
 template <class T, int kThreads>

@@ -16,6 +16,7 @@
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/common/strided.cuh>
+#include <tessera/core/kernels/common/vector_lanes.cuh>
 
 namespace tessera::kernels::row_norms {
 
@@ -29,6 +30,39 @@ constexpr int kNarrowBlock = 128, kWideBlock = 512;
 constexpr int kRowsOfBlock = 4;  // of forward
 template <class T, int kThreads>
 inline constexpr int64_t kMostInRegisters = InRegisters<T>::kMost*(kThreads == kWideBlock ? 8 : 1);
+
+// What is calculated from it after this is calculated anew, not kept in registers from before.
+TS_DEVICE void forget_results([[maybe_unused]] uint32_t& of) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(of));
+#endif
+}
+TS_DEVICE void forget_results([[maybe_unused]] int64_t& of) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+l"(of));
+#endif
+}
+
+// Neighbours of a row, as words: numbers of 16 bits would take a register each.
+template <class T, int N>
+class PackedVector {
+ public:
+  TS_DEVICE void load(const T* from) { set(gpu::load_vector<N>(from)); }
+  TS_DEVICE void set(const gpu::Vector<T, N>& vector) { memcpy(words_, &vector, sizeof(words_)); }
+  TS_DEVICE gpu::Vector<T, N> vector() const {
+    gpu::Vector<T, N> vector;
+    memcpy(&vector, words_, sizeof(words_));
+    return vector;
+  }
+  TS_DEVICE void unpack(Compute<T> (&values)[N]) const { kernels::unpack(vector(), values); }
+  TS_DEVICE void stay_packed() {
+    TS_UNROLL
+    for (uint32_t& word : words_) forget_results(word);
+  }
+
+ private:
+  uint32_t words_[sizeof(T) * N / sizeof(uint32_t)] = {};  // zeros
+};
 
 // Columns of weight or bias. Rows in registers read them as they are stored (W: of x's dtype, or as
 // they are calculated with), the others converted.
