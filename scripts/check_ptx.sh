@@ -13,11 +13,6 @@
 #   shared16           of 16 bytes, shared memory
 #   mma                products of tiles on tensor cores
 #   division           divisions and square roots of 32 bits
-#   loop               instructions of the longest loop that has no loop inside: what launches say
-#                      their threads issue (LaunchConfig::instructions) is counted there
-#   f32                arithmetic, comparisons and selections of 32 bits. Where there is no loop it
-#                      stands for what a launch says: of all instructions most are paths for other
-#                      dtypes, whose arithmetic is the formula's alone
 # Forbidden unless the line says +COUNT:
 #   local              arrays in local memory
 #   generic            accesses whose memory is not known when compiling
@@ -57,19 +52,13 @@ command -v c++filt > /dev/null || { echo "check_ptx.sh: needs c++filt; install b
 # FILE KERNEL count=number... for each kernel.
 count_instructions() {
   awk '
-    function finish(   i, j, inner, line) {
+    function finish(   i, line) {
       if (name == "") return
       for (i = 1; i <= loops; ++i) {
         for (line in division) if (line + 0 >= from[i] && line + 0 <= to[i]) {
           ++n[division[line]]
           delete division[line]
         }
-      }
-      for (i = 1; i <= loops; ++i) {
-        inner = 1
-        for (j = 1; j <= loops; ++j)
-          if (j != i && from[i] <= from[j] && to[j] <= to[i]) inner = 0
-        if (inner && after[i] - before[i] > n["loop"]) n["loop"] = after[i] - before[i]
       }
       printf "%s %s", file, name
       for (i in n) printf " %s=%d", i, n[i]
@@ -82,20 +71,18 @@ count_instructions() {
       name = $0
       sub(/.*\.entry /, "", name)
       sub(/\(.*/, "", name)
-      delete n; delete division; delete seen; delete begins; delete least; delete most; delete clamped
-      loops = instructions = 0
+      delete n; delete division; delete seen; delete least; delete most; delete clamped
+      loops = 0
     }
     /^}/ { finish() }
     name == "" { next }
-    /^\$L[^ ]*:/ { label = $1; sub(/:.*/, "", label); seen[label] = FNR; begins[label] = instructions }
-    /;[ \t]*$/ && !/^[ \t]*(\.|\/\/)/ { ++instructions }
+    /^\$L[^ ]*:/ { label = $1; sub(/:.*/, "", label); seen[label] = FNR }
     / bra(\.uni)?[ \t]/ || /\tbra(\.uni)?[ \t]/ {
       label = $NF
       sub(/;.*/, "", label)
       if (label in seen) {
         ++loops
         from[loops] = seen[label]; to[loops] = FNR
-        before[loops] = begins[label]; after[loops] = instructions
       }
     }
     /\.local/ { ++n["local"] }
@@ -115,7 +102,6 @@ count_instructions() {
     /[ \t](add|sub|mul|fma|div|sqrt|rcp|rsqrt)(\.[a-z]+)*\.f64/ { ++n["f64"] }
     /[ \t](div|sqrt|rcp|rsqrt)(\.[a-z]+)*\.f64/ { division[FNR] = "loop_f64_division" }
     /[ \t](div|sqrt|rcp|rsqrt)(\.[a-z]+)*\.f32/ { ++n["division"] }
-    /[ \t](add|sub|mul|fma|div|sqrt|rcp|rsqrt|ex2|lg2|sin|cos|tanh|min|max|abs|neg|copysign|setp|selp)(\.[a-z]+)*\.f32/ { ++n["f32"] }
     /[ \t](div|rem)\.[su](16|32|64)/ { division[FNR] = "loop_division" }
     /[ \t]call(\.uni)?[ \t]/ { ++n["call"] }
     /[ \t](mov|cvta)[a-z.]*\.[bu]64.*\$str/ { ++n["text"] }

@@ -41,14 +41,8 @@ DeviceFacts device_facts() {
   TS_CUDA(cudaGetDevice(&device));
   cudaDeviceProp properties;
   TS_CUDA(cudaGetDeviceProperties(&properties, device));
-  DeviceFacts facts{.multiprocessors = properties.multiProcessorCount,
-                    .memory_bytes = static_cast<int64_t>(properties.totalGlobalMem)};
-#if defined(__CUDACC__)
-  facts.l2_bytes = properties.l2CacheSize;
-#else
-  facts.l2_bytes = int64_t{1} << 20;  // the emulation has no cache
-#endif
-  return facts;
+  return {.multiprocessors = properties.multiProcessorCount,
+          .memory_bytes = static_cast<int64_t>(properties.totalGlobalMem)};
 }
 
 void launch_nothing() { gpu::launch({.name = "nothing", .block = 32, .traffic = {0, 0}}, nothing); }

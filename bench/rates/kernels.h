@@ -6,7 +6,7 @@
 namespace tessera::bench {
 
 struct DeviceFacts {
-  int64_t multiprocessors = 0, l2_bytes = 0, memory_bytes = 0;
+  int64_t multiprocessors = 0, memory_bytes = 0;
 };
 DeviceFacts device_facts();  // of the current device
 

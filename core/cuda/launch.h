@@ -34,9 +34,6 @@ struct LaunchConfig {
   dim3 block = 1;
   size_t shared_bytes = 0;  // of dynamic_shared; up to 227 KiB
   Traffic traffic = {};
-  // That all threads issue, where they may take longer than the bytes; counted in the PTX of the
-  // path that is taken. 0: they do not.
-  double instructions = 0;
   cudaStream_t stream = current_stream();
 };
 
@@ -90,7 +87,7 @@ void launch(const LaunchConfig& config, void (*kernel)(Parameters...), Arguments
   const cudaError_t error = emulation::enqueue_launch(
       function, config.name, config.grid, config.block, config.shared_bytes, config.stream,
       [kernel, ... values = static_cast<Parameters>(arguments)] { kernel(values...); },
-      config.traffic, config.instructions);
+      config.traffic);
   finish_launch(error, config.name, config.stream);
 }
 

@@ -98,11 +98,10 @@ TEST(CudaLaunchOrder, IsThatOfTheDryDevice) {
   if (std::system("python3 -c ''") != 0) GTEST_SKIP() << "python3 is not installed";
   dry::Machine machine;
   machine.name = "made up";
-  machine.sms = 100;
   machine.bandwidth = 4e12;
   machine.gemm = {{"bf16", 7e14}, {"f32", 5e13}};
   machine.attention_forward = machine.attention_backward = 3e14;
-  machine.issue = 3e13;
+  machine.gelu_epilogue = 1e12;
   machine.launch_gap = 1e-6;
   const std::string price = folder.write(
       "price.json", dry::to_json(dry::price(launches, machine), machine, {.tokens = 1}));

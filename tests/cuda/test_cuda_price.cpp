@@ -40,13 +40,11 @@ class CudaPrices : public testing::Test {
   // Rates of round numbers; a source of none.
   static json made_up() {
     return {{"name", "made up"},
-            {"sms", 100},
             {"bandwidth", 4e12},
             {"gemm", {{"bf16", 7e14}, {"fp8", 1.4e15}, {"f32", 5e13}}},
             {"attention", {{"forward", 2.88e14}, {"backward", 2.3e14}}},
-            {"issue", 3e13},
-            {"launch_gap", kGap},
-            {"l2_bytes", 5e7}};
+            {"gelu_epilogue", 1e12},
+            {"launch_gap", kGap}};
   }
   dry::Machine machine(const std::string& text) {
     const std::string path = testing::TempDir() + "machine.json";
@@ -71,10 +69,12 @@ TEST_F(CudaPrices, OfSingleLaunches) {
   };
   expect({.name = "kernel", .traffic = {3'000'000'000, 1'000'000'000}}, 1e-3, 1e-3, Bound::kMemory);
   expect({.name = "little", .traffic = {4000, 0}}, 1e-9, 1e-9, Bound::kGap);
-  expect({.name = "busy", .traffic = {4'000'000'000, 0}, .instructions = 6e10}, 2e-3, 1e-3,
-         Bound::kIssue);
-  expect({.name = "idle", .traffic = {4'000'000'000, 0}, .instructions = 1e10}, 1e-3, 1e-3,
-         Bound::kMemory);
+  expect({.kind = LaunchKind::kProduct,
+          .traffic = {4000, 0},
+          .gelu_results = 5e8,
+          .dtype = kBF16,
+          .flops = 7e11},
+         1.5e-3, 1e-3, Bound::kProduct);
   expect({.name = "silent"}, 0, 0, Bound::kUnknown);
   expect({.kind = LaunchKind::kAttention, .causal = true, .flops = 2 * 2.88e11}, 1e-3, 1e-3,
          Bound::kAttention);
@@ -96,27 +96,6 @@ Launch product(int64_t m, int64_t n, int64_t k, DType dtype = kBF16) {
           .dtype = dtype,
           .product = {1, m, n, k},
           .flops = 2.0 * static_cast<double>(m * n) * static_cast<double>(k)};
-}
-
-// Of 100 multiprocessors, each of which does 7e12 operations a second.
-TEST_F(CudaPrices, OfProductsInWavesOfTiles) {
-  const dry::Machine m = machine(made_up());
-  const auto ratio = [&](const Launch& launch) {
-    const dry::Price price = dry::price(launch, m);
-    EXPECT_EQ(price.bound, Bound::kProduct);
-    EXPECT_DOUBLE_EQ(price.floor_seconds, launch.flops / 7e14);
-    return (price.seconds - kGap) / price.floor_seconds;
-  };
-  // 1000 tiles of 128 x 256: ten full waves.
-  EXPECT_NEAR(ratio(product(128 * 100, 256 * 10, 4096)), 1, 1e-12);
-  // One tile more in each row of tiles, of which it fills one column: 110 x 10 in eleven waves.
-  EXPECT_NEAR(ratio(product(128 * 10, 128 * 10, 768)), 1, 1e-12);
-  // 36 tiles of 128 x 128 in one wave, too few columns for anything else and no depth to divide.
-  EXPECT_NEAR(ratio(product(128 * 6, 128 * 6, 768)), 100.0 / 36, 1e-12);
-  // With depth, 25 of the smaller tiles in four parts: a full wave, and partial sums to be joined.
-  const Launch deep = product(128 * 5, 128 * 5, 1 << 16);
-  const double joined = 2 * 4 * 4 * 640 * 640 / 4e12;
-  EXPECT_NEAR(ratio(deep), 1 + joined / (deep.flops / 7e14), 1e-12);
 }
 
 TEST_F(CudaPrices, OfProductsAreThoseOfTheirDtype) {
@@ -143,9 +122,9 @@ TEST_F(CudaPrices, MachinesThatSayTooLittleAreNamed) {
             std::string::npos);
   EXPECT_NE(message_of<FormatError>([&] { machine(std::string("{")); }).find("not a JSON object"),
             std::string::npos);
-  for (const char* key : {"/name", "/sms", "/bandwidth", "/gemm", "/gemm/bf16", "/gemm/fp8",
-                          "/gemm/f32", "/attention", "/attention/forward", "/attention/backward",
-                          "/issue", "/launch_gap", "/l2_bytes"}) {
+  for (const char* key :
+       {"/name", "/bandwidth", "/gemm", "/gemm/bf16", "/gemm/fp8", "/gemm/f32", "/attention",
+        "/attention/forward", "/attention/backward", "/gelu_epilogue", "/launch_gap"}) {
     SCOPED_TRACE(key);
     const json::json_pointer place(key);
     std::string name = std::string(key).substr(1);
@@ -166,14 +145,15 @@ TEST_F(CudaPrices, MachinesThatSayTooLittleAreNamed) {
     fields[json::json_pointer(place)] = value;
     return fields;
   };
-  EXPECT_NE(refusal(with("/sms", 1.5)).find("sms must be a whole number"), std::string::npos);
+  EXPECT_NE(refusal(with("/memory_bytes", 1.5)).find("memory_bytes must be a whole number"),
+            std::string::npos);
   EXPECT_NE(refusal(with("/bandwith", 1)).find("bandwith is unknown; there are"),
             std::string::npos);
   EXPECT_NE(refusal(with("/gemm/int4", 1)).find("gemm.int4 is unknown"), std::string::npos);
   EXPECT_NE(refusal(with("/attention/both", 1)).find("attention.both is unknown"),
             std::string::npos);
   EXPECT_NE(refusal(with("/sources/gemm.i4", "x")).find("sources.gemm.i4"), std::string::npos);
-  EXPECT_NE(refusal(with("/sources/issue", 3)).find("sources.issue must be a text"),
+  EXPECT_NE(refusal(with("/sources/launch_gap", 3)).find("sources.launch_gap must be a text"),
             std::string::npos);
 }
 

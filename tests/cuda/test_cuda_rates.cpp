@@ -70,7 +70,6 @@ TEST(CudaRates, AreAMachineFile) {
   }
   const std::string machine_file = folder.write("machine.json", report.at("machine").dump());
   const auto machine = gpu::dry::Machine::read(machine_file);
-  EXPECT_EQ(machine.sms, 4);
   EXPECT_EQ(machine.gemm.size(), 6u);
   EXPECT_FALSE(machine.sources.empty());
 }
@@ -87,7 +86,6 @@ TEST(CudaRates, OptionsFilterAndExplain) {
   EXPECT_EQ(names, (std::set<std::string>{"memory.read", "issue.fma"}));
   const auto missing = report.at("missing").get<std::set<std::string>>();
   EXPECT_TRUE(missing.contains("bandwidth") && missing.contains("gemm.bf16"));
-  EXPECT_FALSE(missing.contains("issue"));
 
   const FinishedProcess help = gpu_rates({"--help"});
   EXPECT_EQ(help.code(), 0);

@@ -55,7 +55,7 @@ struct Launch {
   int64_t shared_bytes = 0;  // asked for beside arrays of fixed size
   std::string request = {};  // of a library: gemm.h's describe(), or the graph's key
   Traffic traffic = {};      // as its host code says, where it does
-  double instructions = 0;   // of threads, the same; of a product those of its epilogue
+  double gelu_results = 0;   // of a product: those that GELU's epilogue makes
   DType dtype = kF32;        // of the first operand of a product, attention or convolution
   bool tf32 = false;         // a product of f32 operands that are cut to 10 bits of mantissa
   ProductShape product = {};

@@ -131,44 +131,8 @@ Traffic traffic_of(const GemmProblem& p) {
   return traffic;
 }
 
-// [Note: what an epilogue costs] On an H200 the library's GELU in the epilogue of three bf16
-// products took 17.6, 14.1 and 17.1 us over the product alone, of 2.9e8, 0.7e8 and 0.5e8 results
-// (github.com/sgl-project/sglang/pull/33536: 32760 x 1536 -> 8960, 4096 x 4096 -> 16384, 4096 x
-// 3072 -> 12288): it hardly grows with them, as all tiles but the last ones are finished while
-// others multiply. Of fewer results it is taken to be in proportion to the last of these, 0.34 ps
-// each, of more in proportion to the first, 0.06 ps. No measurement of GELU's gradient was found:
-// its formula is one and a half times as long (elementwise.cuh), and the bias's sum comes on top,
-// so that it is taken for twice as much; the sum alone for as much as GELU, of each number of the
-// operand that is summed. So is what beta adds, which reads a matrix of the result's size as GELU
-// writes one: three or four instructions by its formula. That fusing them pays on Hopper is the
-// default of llm.c since github.com/karpathy/llm.c/pull/653. They stand beside the product, not
-// under it, as instructions of threads at that GPU's rate.
-double gelu_instructions(double results) {
-  constexpr double kRate = 2.96e13;  // a second
-  return kRate * std::max(std::min(0.34e-12 * results, 17.6e-6), 0.06e-12 * results);
-}
-
-double epilogue_instructions(const GemmProblem& p) {
-  const auto of = [](int64_t rows, int64_t columns) {
-    return gelu_instructions(static_cast<double>(rows) * static_cast<double>(columns));
-  };
-  const double added = p.beta != 0 ? of(p.M * p.batch, p.N) : 0;
-  switch (p.epilogue) {
-    case GemmEpilogue::kNone:
-    case GemmEpilogue::kBias:
-      return added;
-    case GemmEpilogue::kGelu:
-    case GemmEpilogue::kGeluBias:
-      return added + of(p.M, p.N);
-    case GemmEpilogue::kGeluGrad:
-    case GemmEpilogue::kGeluGradBiasGrad:
-      return added + 2 * of(p.M, p.N);
-    case GemmEpilogue::kBiasGradOfA:
-      return added + of(p.M, p.K);
-    case GemmEpilogue::kBiasGradOfB:
-      return added + of(p.N, p.K);
-  }
-  return 0;
+bool makes_gelu(const GemmProblem& p) {
+  return p.epilogue == GemmEpilogue::kGelu || p.epilogue == GemmEpilogue::kGeluBias;
 }
 
 }  // namespace
@@ -185,7 +149,9 @@ bool run_gemm(const GemmProblem& given) {
              .name = "matmul",
              .request = describe(problem),
              .traffic = traffic_of(problem),
-             .instructions = epilogue_instructions(problem),
+             .gelu_results = makes_gelu(problem)
+                                 ? static_cast<double>(problem.M) * static_cast<double>(problem.N)
+                                 : 0,
              .dtype = problem.a.dtype,
              .tf32 = problem.tf32,
              .product = {problem.batch, problem.M, problem.N, problem.K},
@@ -196,13 +162,14 @@ bool run_gemm(const GemmProblem& given) {
   return true;
 }
 
-// What measurements on Hopper would say of 16 bits ([Note: what an epilogue costs]): a pass over
-// memory costs more.
+// What measurements on an H200 say of 16 bits (docs/measurements/gpu/2026-11-27-h200, rates.json): GELU costs
+// less behind a product than as a pass over memory, its gradient takes longer than product and pass
+// together, and so do a bias's sums.
 bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>&) {
   if (!serves || !validate(problem).empty()) return false;
   const GemmFusion fusion = Context::current().slot<GemmOptions>().fusion;
   return fusion == GemmFusion::kAlways ||
-         (fusion == GemmFusion::kMeasured && size_of(problem.a.dtype) == 2);
+         (fusion == GemmFusion::kMeasured && size_of(problem.a.dtype) == 2 && makes_gelu(problem));
 }
 
 std::string gemm_library() { return "requests for cuBLASLt are noted"; }

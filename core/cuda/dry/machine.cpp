@@ -20,9 +20,9 @@ using Json = nlohmann::json;
 // The dtypes that products have; of these every file has to state the first three.
 constexpr std::array<std::string_view, 6> kGemms = {"bf16", "fp8", "f32", "f16", "tf32", "f64"};
 constexpr std::array<std::string_view, 2> kAttentions = {"forward", "backward"};
-constexpr std::array<std::string_view, 10> kKeys = {
-    "name",  "sms",        "bandwidth", "gemm",         "attention",
-    "issue", "launch_gap", "l2_bytes",  "memory_bytes", "sources"};
+constexpr std::array<std::string_view, 8> kKeys = {"name",         "bandwidth",     "gemm",
+                                                   "attention",    "gelu_epilogue", "launch_gap",
+                                                   "memory_bytes", "sources"};
 
 class Reader {
  public:
@@ -96,7 +96,6 @@ Machine Machine::read(const std::string& path) {
   TS_CHECK_AS(FormatError, name != json.end() && name->is_string(), kMachine, "'", path,
               "': name must be a text");
   machine.name = name->get<std::string>();
-  machine.sms = reader.whole("sms");
   machine.bandwidth = reader.number("bandwidth");
   const Json& gemm = reader.object("gemm");
   reader.refuse_others(gemm, "gemm.", kGemms);
@@ -110,9 +109,8 @@ Machine Machine::read(const std::string& path) {
   reader.refuse_others(attention, "attention.", kAttentions);
   machine.attention_forward = reader.number(attention, "attention.", "forward");
   machine.attention_backward = reader.number(attention, "attention.", "backward");
-  machine.issue = reader.number("issue");
+  machine.gelu_epilogue = reader.number("gelu_epilogue");
   machine.launch_gap = reader.number("launch_gap");
-  machine.l2_bytes = reader.number("l2_bytes");
   if (json.contains("memory_bytes")) machine.memory_bytes = reader.whole("memory_bytes");
   if (json.contains("sources")) {
     for (const auto& [key, source] : reader.object("sources").items()) {

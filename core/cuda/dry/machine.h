@@ -1,9 +1,9 @@
 // The rates of a GPU, as a JSON file states them.
 //
-//     {"name": "made up", "sms": 132, "bandwidth": 4.0e12,
+//     {"name": "made up", "bandwidth": 4.0e12,
 //      "gemm": {"bf16": 7.0e14, "fp8": 1.2e15, "f32": 5.0e13},
 //      "attention": {"forward": 2.9e14, "backward": 2.3e14},
-//      "issue": 3.0e13, "launch_gap": 1.0e-6, "l2_bytes": 5.2e7,
+//      "gelu_epilogue": 1.2e12, "launch_gap": 1.0e-6,
 //      "sources": {"bandwidth": "what it comes from", "gemm.bf16": "..."}}
 //
 // All in SI units: bytes, seconds, bytes a second, operations a second (a multiplication and an
@@ -20,15 +20,13 @@ namespace tessera::gpu::dry {
 
 struct Machine {
   std::string name;
-  int64_t sms = 0;       // multiprocessors: tiles of a product that run at a time
   double bandwidth = 0;  // bytes a second between memory and kernels
   // Operations a second of products that fill the machine, by "bf16", "f16", "fp8", "f32", "tf32",
   // "f64". Those of f16 are those of bf16 where nothing else is said.
   std::map<std::string, double, std::less<>> gemm = {};
   double attention_forward = 0, attention_backward = 0;  // the same, of pairs that no mask hides
-  double issue = 0;                                      // instructions of threads a second
-  double launch_gap = 0;                                 // between launches, in seconds
-  double l2_bytes = 0;
+  double gelu_epilogue = 0;  // results a second that GELU makes behind a product, beside its time
+  double launch_gap = 0;     // between launches, in seconds
   int64_t memory_bytes = int64_t{80} << 30;                 // optional: "memory_bytes"
   std::map<std::string, std::string, std::less<>> sources;  // optional, by key: "gemm.bf16"
 

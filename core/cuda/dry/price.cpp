@@ -15,45 +15,6 @@
 namespace tessera::gpu::dry {
 namespace {
 
-int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// [Note: waves of tiles] A product is cut into tiles of its result, of which each multiprocessor
-// has one at a time: the last wave takes as long as a full one, and so does a tile at an edge. A
-// long K may be cut too, where the library's workspace holds the partial sums in f32, which are
-// then written and read once more. The best of the tiles that Hopper's kernels have counts; that
-// all of them run at the same rate is in favour of the small ones.
-struct Tile {
-  int64_t rows, columns;
-};
-constexpr std::array<Tile, 5> kTiles = {
-    {{128, 256}, {256, 128}, {128, 192}, {192, 128}, {128, 128}}};
-constexpr int64_t kLeastDepth = 512;  // of K, for a part of its own
-
-double product_seconds(const Launch& launch, const Machine& machine) {
-  const ProductShape& p = launch.product;
-  const double rate = machine.gemm_rate(launch.dtype, launch.tf32);
-  if (launch.flops == 0) return 0;
-  const auto sms = static_cast<double>(machine.sms);
-  const int64_t result_bytes = p.batch * p.m * p.n * 4;
-  const int64_t workspace = gemm_workspace_bytes(machine.memory_bytes);
-  double best = std::numeric_limits<double>::infinity();
-  for (const Tile& tile : kTiles) {
-    const int64_t tiles = p.batch * ceiling(p.m, tile.rows) * ceiling(p.n, tile.columns);
-    const double area = static_cast<double>(tile.rows) * static_cast<double>(tile.columns);
-    for (int64_t parts = 1;
-         parts == 1 || (parts * result_bytes <= workspace && p.k / parts >= kLeastDepth); ++parts) {
-      const auto waves = static_cast<double>(ceiling(tiles * parts, machine.sms));
-      double seconds =
-          waves * sms * area * 2 * static_cast<double>(p.k) / static_cast<double>(parts) / rate;
-      if (parts > 1) {
-        seconds += 2 * static_cast<double>(parts * result_bytes) / machine.bandwidth;
-      }
-      best = std::min(best, seconds);
-    }
-  }
-  return best;
-}
-
 bool is_attention(LaunchKind kind) {
   return kind == LaunchKind::kAttention || kind == LaunchKind::kAttentionGradient;
 }
@@ -84,8 +45,6 @@ const char* name_of(Bound bound) {
       return "product";
     case Bound::kAttention:
       return "attention";
-    case Bound::kIssue:
-      return "issue";
     case Bound::kGap:
       return "gap";
     case Bound::kUnknown:
@@ -105,33 +64,22 @@ int64_t moved_bytes(const Launch& launch) {
 Price price(const Launch& launch, const Machine& machine) {
   Price price{0, static_cast<double>(moved_bytes(launch)) / machine.bandwidth,
               launch.traffic.is_known() ? Bound::kMemory : Bound::kUnknown};
-  price.seconds = price.floor_seconds;
-  const auto calculates = [&](double floor, double seconds, Bound bound) {
-    price.floor_seconds = std::max(price.floor_seconds, floor);
-    if (seconds == 0 || seconds < price.seconds) return;
-    price.seconds = seconds;
+  const auto calculates = [&](double seconds, Bound bound) {
+    if (seconds == 0 || seconds < price.floor_seconds) return;
+    price.floor_seconds = seconds;
     price.bound = bound;
   };
-  const double issue = launch.instructions / machine.issue;
-  if (launch.kind != LaunchKind::kProduct) calculates(0, issue, Bound::kIssue);
   const double flops = counted_flops(launch);
   switch (launch.kind) {
     case LaunchKind::kProduct:
-      calculates(flops / machine.gemm_rate(launch.dtype, launch.tf32),
-                 product_seconds(launch, machine) + issue, Bound::kProduct);
+    case LaunchKind::kConvolution:
+      calculates(flops / machine.gemm_rate(launch.dtype, launch.tf32), Bound::kProduct);
       break;
-    case LaunchKind::kConvolution: {
-      const double seconds = flops / machine.gemm_rate(launch.dtype, launch.tf32);
-      calculates(seconds, seconds, Bound::kProduct);
-      break;
-    }
     case LaunchKind::kAttention:
-      calculates(flops / machine.attention_forward, flops / machine.attention_forward,
-                 Bound::kAttention);
+      calculates(flops / machine.attention_forward, Bound::kAttention);
       break;
     case LaunchKind::kAttentionGradient:
-      calculates(flops / machine.attention_backward, flops / machine.attention_backward,
-                 Bound::kAttention);
+      calculates(flops / machine.attention_backward, Bound::kAttention);
       break;
     case LaunchKind::kKernel:
     case LaunchKind::kGraph:
@@ -139,6 +87,7 @@ Price price(const Launch& launch, const Machine& machine) {
     case LaunchKind::kFill:
       break;
   }
+  price.seconds = price.floor_seconds + launch.gelu_results / machine.gelu_epilogue;
   if (price.seconds < machine.launch_gap && price.bound != Bound::kUnknown) {
     price.bound = Bound::kGap;
   }

@@ -8,19 +8,17 @@
 //
 // A launch costs the longest of what it needs, and a gap:
 //
-//   kernel       the bytes that it says it moves (traffic.h) over the bandwidth, or the
-//                instructions of its threads over those that the machine issues
-//   product      its operands' bytes over the bandwidth; its operations over the rate of its dtype,
-//                in whole waves of tiles ([Note: waves of tiles] in price.cpp), and behind them
-//                its epilogue's instructions ([Note: what an epilogue costs] in libraries.cpp)
+//   kernel       the bytes that it says it moves (traffic.h) over the bandwidth
+//   product      its operands' bytes over the bandwidth, or its operations over the rate of its
+//                dtype; and behind them GELU, where its epilogue has it
 //   attention    the operations that its mask leaves over the rates of the library
 //   convolution  its tensors' bytes, or its operations over the rate of its dtype
 //   copy, fill   its bytes in the memory of the device
 //
-// The floor of a launch is what its bytes and operations take at the rates of the file: no gaps, no
-// waves, no instructions. A kernel that says nothing of its bytes costs the gap and is listed under
-// Bill::unpriced. Not in it: instructions of kernels that do not count theirs, bytes that caches
-// spare or that come by again (`l2_bytes`), several streams at a time.
+// The floor of a launch is what its bytes and operations take at the rates of the file, without the
+// gap and the epilogue. A kernel that says nothing of its bytes costs the gap and is listed under
+// Bill::unpriced. Not in it: instructions, waves of tiles, bytes that caches spare or that come by
+// again, several streams at a time.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +32,7 @@
 
 namespace tessera::gpu::dry {
 
-enum class Bound : uint8_t { kMemory, kProduct, kAttention, kIssue, kGap, kUnknown };
+enum class Bound : uint8_t { kMemory, kProduct, kAttention, kGap, kUnknown };
 const char* name_of(Bound bound);  // "memory"
 
 struct Price {

@@ -456,7 +456,7 @@ namespace tessera::gpu::emulation {
 
 cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, dim3 block,
                            size_t shared_bytes, cudaStream_t stream, std::function<void()>,
-                           const Traffic& declared, double instructions) {
+                           const Traffic& declared) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > kMaxThreads || block.z > 64 || grid.x == 0 || grid.y == 0 ||
       grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 ||
@@ -468,8 +468,7 @@ cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, di
              .grid = {grid.x, grid.y, grid.z},
              .block = {block.x, block.y, block.z},
              .shared_bytes = static_cast<int64_t>(shared_bytes),
-             .traffic = declared,
-             .instructions = instructions},
+             .traffic = declared},
             stream);
   return cudaSuccess;
 }

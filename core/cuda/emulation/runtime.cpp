@@ -651,7 +651,7 @@ void note_traffic(const char* name, const Traffic& declared);
 
 cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, dim3 block,
                            size_t shared_bytes, cudaStream_t stream, std::function<void()> kernel,
-                           const Traffic& declared, double) {
+                           const Traffic& declared) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > kMaxThreads || block.z > 64 || grid.x == 0 || grid.y == 0 ||
       grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 ||

@@ -159,70 +159,6 @@ inline constexpr bool kIsLong<fn::Silu> = true;
 template <>
 inline constexpr bool kIsLong<fn::SiluGrad> = true;
 
-// Instructions for an element of formulas that issue more than their bytes take, loads and stores
-// included: those of the PTX (nvcc 13.0) but copies of constants, on the way that most numbers go.
-// `file`: elementwise_FILE.cu has the formula, by which a test finds the rule that bounds it.
-template <class F>
-inline constexpr double kInstructions = 0;
-template <class F>
-inline constexpr double kApproximateInstructions = 0;
-#define TS_INSTRUCTIONS(file, F, each) \
-  template <>                          \
-  inline constexpr double kInstructions<fn::F> = each;
-#define TS_APPROXIMATE_INSTRUCTIONS(file, F, each) \
-  template <>                                      \
-  inline constexpr double kApproximateInstructions<fn::F> = each;
-TS_APPROXIMATE_INSTRUCTIONS(unary, GeluTanh, 20)
-TS_APPROXIMATE_INSTRUCTIONS(unary, Gelu, 28)
-TS_APPROXIMATE_INSTRUCTIONS(unary, Silu, 16)
-TS_APPROXIMATE_INSTRUCTIONS(gradient, GeluTanhGrad, 30)
-TS_APPROXIMATE_INSTRUCTIONS(gradient, GeluGrad, 34)
-TS_APPROXIMATE_INSTRUCTIONS(gradient, SiluGrad, 23)
-TS_INSTRUCTIONS(unary, GeluTanh, 44)
-TS_INSTRUCTIONS(unary, Gelu, 44)
-TS_INSTRUCTIONS(gradient, GeluTanhGrad, 53)
-TS_INSTRUCTIONS(gradient, GeluGrad, 62)
-TS_INSTRUCTIONS(unary, Silu, 40)
-TS_INSTRUCTIONS(gradient, SiluGrad, 46)
-TS_INSTRUCTIONS(unary, Exp, 37)
-TS_INSTRUCTIONS(unary, Expm1, 35)
-TS_INSTRUCTIONS(unary, Log, 51)
-TS_INSTRUCTIONS(unary, Log1p, 54)
-TS_INSTRUCTIONS(unary, Log2, 53)
-TS_INSTRUCTIONS(unary, Log10, 53)
-TS_INSTRUCTIONS(unary, Sin, 58)
-TS_INSTRUCTIONS(unary, Cos, 57)
-TS_INSTRUCTIONS(unary, Tan, 68)
-TS_INSTRUCTIONS(unary, Tanh, 34)
-TS_INSTRUCTIONS(unary, Sigmoid, 40)
-TS_INSTRUCTIONS(unary, Erf, 51)
-TS_INSTRUCTIONS(unary, Softplus, 87)
-TS_INSTRUCTIONS(unary, Erfinv, 89)
-TS_INSTRUCTIONS(unary, Lgamma, 150)
-TS_INSTRUCTIONS(unary, Digamma, 152)
-TS_INSTRUCTIONS(unary, Polygamma, 471)
-TS_INSTRUCTIONS(gradient, SinGrad, 59)
-TS_INSTRUCTIONS(gradient, CosGrad, 61)
-TS_INSTRUCTIONS(gradient, ErfinvGrad, 120)
-TS_INSTRUCTIONS(gradient, LgammaGrad, 158)
-TS_INSTRUCTIONS(gradient, PolygammaGrad, 476)
-TS_INSTRUCTIONS(binary, FloorDivide, 67)
-TS_INSTRUCTIONS(binary, Remainder, 52)
-TS_INSTRUCTIONS(binary, Fmod, 45)
-TS_INSTRUCTIONS(binary, Pow, 121)
-TS_INSTRUCTIONS(binary, Atan2, 57)
-TS_INSTRUCTIONS(ternary, PowGradBase, 136)
-#undef TS_INSTRUCTIONS
-#undef TS_APPROXIMATE_INSTRUCTIONS
-
-template <class F, class C, class Number>
-double instructions(const detail::DeviceCall& call) {
-  if (!std::is_same_v<C, float>) return 0;
-  constexpr double kEach =
-      std::is_same_v<Number, C> ? kInstructions<F> : kApproximateInstructions<F>;
-  return kEach * static_cast<double>(call.walk.numel);
-}
-
 // Whether two inputs are views of one memory that begin apart: some of what they have is one and
 // the same.
 inline bool share_memory(const detail::DeviceCall& call, int a, int b) {
@@ -268,8 +204,7 @@ void launch_elementwise(const detail::DeviceCall& call) {
   gpu::launch({.name = "elementwise",
                .grid = gpu::blocks(call.walk.numel, kElementwiseBlock, kGroup),
                .block = kElementwiseBlock,
-               .traffic = traffic,
-               .instructions = instructions<F, C, Number>(call)},
+               .traffic = traffic},
               elementwise_kernel<kInputs, F, A, C, R, Number>, f,
               DeviceWalk<kInputs + 1>(call.walk), output, first, second, third);
 }

@@ -13,9 +13,6 @@ namespace tessera::kernels {
 namespace {
 
 constexpr const char* kTiles = "quantize";
-// Instructions of a number: of its copies, by the loop over 64 of bf16 in the PTX of nvcc 13.0, and
-// where the kernel looks for the largest magnitudes itself, of that.
-constexpr double kTileEach = 2000.0 / 64, kMaximaEach = 10;
 constexpr int64_t kTile = cast::kTileSide;
 
 int64_t tiles_of(int64_t size) { return gpu::blocks(size, kTile); }
@@ -138,9 +135,7 @@ void launch_tiles(const Tensor& x, const TiledPair& pair, bool power_of_two,
                .traffic = {.reads = x.nbytes() + bytes(pair.row_largest) +
                                     bytes(pair.column_largest) + (wants.factor.defined() ? 4 : 0),
                            .writes = copies * x.numel() + scales_of(rows) + scales_of(columns) +
-                                     (kSums ? sums.nbytes() : 0)},
-               .instructions = (kTileEach + (pair.scales == TileScales::kLines ? 0 : kMaximaEach)) *
-                               static_cast<double>(x.numel())},
+                                     (kSums ? sums.nbytes() : 0)}},
               cast_tiles_kernel<T, Q, kSums>, job);
 }
 

@@ -15,20 +15,6 @@ namespace tessera::kernels {
 namespace {
 
 constexpr const char* kCast = "cast_transpose";
-// Instructions of a number: of the gradient of a logit, and of that with its quantisation both
-// ways, by the PTX of nvcc 13.0.
-constexpr double kSoftmaxEach = 131.0 / 8, kSoftmaxCastEach = 241.0 / 8 + 1;
-// The same of what goes through a formula, of bf16; memory takes longer than what does not.
-template <class Form>
-constexpr double kFormCastEach = 0;
-template <>
-constexpr double kFormCastEach<cast::GeluTanh> = 36;
-template <>
-constexpr double kFormCastEach<cast::Gelu> = 44;
-template <>
-constexpr double kFormCastEach<cast::GeluTanhGrad> = 48;
-template <>
-constexpr double kFormCastEach<cast::GeluGrad> = 52;
 
 // What a launch is about, before types are known.
 struct CastRequest {
@@ -103,18 +89,15 @@ void launch_as(const Tensor& source, const CastRequest& request) {
   const int64_t copies = (job.values != nullptr) + (job.transposed != nullptr);
   const int64_t numbers =
       (job.scale != nullptr || job.largest != nullptr) + (job.factor != nullptr);
-  gpu::launch(
-      {.name = kCast,
-       .grid = grid,
-       .block = cast::kThreads,
-       .traffic = {.reads = Form::kOperands * source.nbytes() + 4 * numbers +
-                            softmax_bytes(request.softmax),
-                   .writes = copies * M * N * static_cast<int64_t>(sizeof(Q)) +
-                             (job.inverse != nullptr ? 8 : 0) +
-                             (kSums ? request.sums.nbytes() : 0)},
-       .instructions = (request.softmax == nullptr ? kFormCastEach<Form> : kSoftmaxCastEach) *
-                       static_cast<double>(source.numel())},
-      cast_transpose_kernel<T, Q, Form, kSums>, job);
+  gpu::launch({.name = kCast,
+               .grid = grid,
+               .block = cast::kThreads,
+               .traffic = {.reads = Form::kOperands * source.nbytes() + 4 * numbers +
+                                    softmax_bytes(request.softmax),
+                           .writes = copies * M * N * static_cast<int64_t>(sizeof(Q)) +
+                                     (job.inverse != nullptr ? 8 : 0) +
+                                     (kSums ? request.sums.nbytes() : 0)}},
+              cast_transpose_kernel<T, Q, Form, kSums>, job);
 }
 
 void launch_cast(const Tensor& source, const CastRequest& request) {
@@ -366,8 +349,7 @@ Quantized quantize_logits_gradient_cuda(const LogitsGradient& given, const Quant
       gpu::launch({.name = "largest_magnitude",
                    .grid = static_cast<unsigned>(N),
                    .block = kAmaxThreads,
-                   .traffic = {.reads = logits.nbytes() + softmax_bytes(&of) + 4, .writes = 4},
-                   .instructions = kSoftmaxEach * static_cast<double>(N * V)},
+                   .traffic = {.reads = logits.nbytes() + softmax_bytes(&of) + 4, .writes = 4}},
                   largest_softmax_kernel<T>, logits.data_as<T>(), softmax_rows(&of),
                   static_cast<uint32_t*>(result.data()), V, V % 8 == 0 && begins_vectors(logits));
     });

@@ -108,13 +108,6 @@ __global__ void __launch_bounds__(gpu::kWarp* kGeluLines)
   gpu::store_vector(p.partials + block * p.C + c, total);
 }
 
-// Instructions for an element, the sums among them: those of the PTX (nvcc 13.0) but copies of
-// constants.
-template <class F, bool kApproximate>
-inline constexpr double kGeluInstructions = std::is_same_v<F, fn::GeluGrad>
-                                                ? (kApproximate ? 29 : 64)
-                                                : (kApproximate ? 28 : 48);
-
 // Writes GELU's gradient to `grad`, which may be dy. The sums where they are wanted and rows are
 // made of vectors, else undefined.
 template <class F>
@@ -136,16 +129,13 @@ Tensor gelu_gradient_into(const Tensor& grad, const Tensor& dy, const Tensor& be
     const unsigned blocks = gpu::blocks(rows, kGeluRows);
     const Tensor partials = raw::empty({blocks, C}, dtype_of<A>, dy.device());
     const int64_t plane = rows * C * static_cast<int64_t>(sizeof(T));
-    const double each = kGeluInstructions<F, sizeof(T) == 2>;
-    gpu::launch(
-        {.name = "gelu_gradient",
-         .grid = blocks * gpu::blocks(C, gpu::kWarp, 16 / sizeof(T)),
-         .block = dim3(gpu::kWarp, kGeluLines),
-         .traffic = {2 * plane, plane + blocks * C * static_cast<int64_t>(sizeof(A))},
-         .instructions = std::is_same_v<A, float> ? each * static_cast<double>(rows * C) : 0},
-        gelu_gradient_kernel<T, F, Number>,
-        GeluGradient<T>{dy.data_as<T>(), before.data_as<T>(), grad.data_as<T>(),
-                        partials.data_as<A>(), rows, C});
+    gpu::launch({.name = "gelu_gradient",
+                 .grid = blocks * gpu::blocks(C, gpu::kWarp, 16 / sizeof(T)),
+                 .block = dim3(gpu::kWarp, kGeluLines),
+                 .traffic = {2 * plane, plane + blocks * C * static_cast<int64_t>(sizeof(A))}},
+                gelu_gradient_kernel<T, F, Number>,
+                GeluGradient<T>{dy.data_as<T>(), before.data_as<T>(), grad.data_as<T>(),
+                                partials.data_as<A>(), rows, C});
     ColumnFold<T> fold{.rows = blocks, .columns = C};
     fold.add(partials, bias);
     launch_column_fold("gelu_fold", fold);

@@ -160,18 +160,6 @@ __global__ void __launch_bounds__(kMostThreads<T>)
   });
 }
 
-// Of an element, in the loop over vectors without label smoothing: those of the PTX of nvcc 13.0
-// but copies of constants, for four of f32 and for eight of 16 bits. Those of f64 are others, and
-// not counted.
-template <class T>
-constexpr double kForward = sizeof(T) == 2 ? 105.0 / 8 : 160.0 / 4;
-template <class T>
-constexpr double kBackward = sizeof(T) == 2 ? 93.0 / 8 : 145.0 / 4;
-template <class T>
-double instructions(int64_t N, int64_t V, double each) {
-  return std::is_same_v<T, double> ? 0 : each * static_cast<double>(N) * static_cast<double>(V);
-}
-
 // The class weights in the compute dtype and their sum, on the device.
 struct ClassWeights {
   Tensor values, sum;
@@ -204,8 +192,7 @@ CrossEntropyRows forward_cuda(const Tensor& logits, const Tensor& targets,
     gpu::launch({.name = kName,
                  .grid = static_cast<unsigned>(N),
                  .block = threads_for<T>(V, kVector<T>),
-                 .traffic = traffic,
-                 .instructions = instructions<T>(N, V, kForward<T>)},
+                 .traffic = traffic},
                 forward_kernel<T, kVector<T>>, logits.data_as<T>(), targets.data_as<int64_t>(),
                 weights.values.defined() ? weights.values.data_as<C>() : nullptr,
                 weights.sum.defined() ? weights.sum.data_as<double>() : nullptr,
@@ -243,8 +230,7 @@ Tensor backward_cuda(const Tensor& logits, const Tensor& targets,
     gpu::launch({.name = kName,
                  .grid = static_cast<unsigned>(N),
                  .block = threads_for<T>(V, vectors ? kWidth : 1),
-                 .traffic = traffic,
-                 .instructions = instructions<T>(N, V, kBackward<T>)},
+                 .traffic = traffic},
                 vectors ? backward_kernel<T, kWidth> : backward_kernel<T, 1>, logits.data_as<T>(),
                 targets.data_as<int64_t>(),
                 weights.values.defined() ? weights.values.data_as<C>() : nullptr,

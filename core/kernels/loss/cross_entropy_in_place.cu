@@ -75,21 +75,16 @@ void cross_entropy_in_place_cuda(const Tensor& logits, const Tensor& targets, in
     constexpr int kWidth = kRowVector<T>;
     const size_t bytes = stage_bytes<T>(V);
     const bool staged = bytes <= kMostStaged;
-    // Instructions of an element in the two loops, without copies of constants: the PTX of nvcc
-    // 13.0 has 105 and 84 for eight of 16 bits, 170 and 165 for four of f32.
-    constexpr double kEach = sizeof(T) == 2 ? (105.0 + 84.0) / 8 : (170.0 + 165.0) / 4;
     // Rows that are ignored are written alone.
     const int64_t plane = N * V * static_cast<int64_t>(sizeof(T));
-    gpu::launch(
-        {.name = "cross_entropy",
-         .grid = static_cast<unsigned>(N),
-         .block = walk_threads(V, kWidth),
-         .shared_bytes = staged ? bytes : 0,
-         .traffic = {plane + N * 8 + (divisor.defined() ? 8 : 0), plane + N * 8, true},
-         .instructions = std::is_same_v<T, double> ? 0 : kEach * static_cast<double>(N * V)},
-        in_place_kernel<T, kWidth>, logits.data_as<T>(), targets.data_as<int64_t>(),
-        divisor.defined() ? divisor.data_as<double>() : nullptr, losses.data_as<double>(),
-        logits.stride(0), V, ignore_index, staged);
+    gpu::launch({.name = "cross_entropy",
+                 .grid = static_cast<unsigned>(N),
+                 .block = walk_threads(V, kWidth),
+                 .shared_bytes = staged ? bytes : 0,
+                 .traffic = {plane + N * 8 + (divisor.defined() ? 8 : 0), plane + N * 8, true}},
+                in_place_kernel<T, kWidth>, logits.data_as<T>(), targets.data_as<int64_t>(),
+                divisor.defined() ? divisor.data_as<double>() : nullptr, losses.data_as<double>(),
+                logits.stride(0), V, ignore_index, staged);
   });
   logits.bump_version();
 }

@@ -16,10 +16,6 @@
 namespace tessera::kernels {
 namespace {
 
-// Instructions of a number of f32 in the two loops, an exponential in each: 180 and 130 for four by
-// the PTX of nvcc 13.0. Others take less time than their bytes.
-template <class T>
-constexpr double kEach = std::is_same_v<T, float> ? (180.0 + 130.0) / 4 : 0;
 constexpr int kRowsOfBlock = 4;  // a warp each
 constexpr int kColumns = 32, kLines = 8;
 
@@ -258,7 +254,6 @@ Tensor softmax_cuda(const Tensor& x, int dim, bool log) {
     constexpr int kWidth = kRowVector<T>;
     const int64_t plane = x.numel() * static_cast<int64_t>(sizeof(T));
     const gpu::Traffic traffic{plane, plane};
-    const double instructions = kEach<T> * static_cast<double>(x.numel());
     const T* const in = source.data_as<T>();
     T* const out = y.data_as<T>();
     if (rows.inner > 1) {
@@ -266,8 +261,7 @@ Tensor softmax_cuda(const Tensor& x, int dim, bool log) {
       gpu::launch({.name = kName,
                    .grid = static_cast<unsigned>(rows.outer * tiles),
                    .block = dim3(kColumns, kLines),
-                   .traffic = traffic,
-                   .instructions = instructions},
+                   .traffic = traffic},
                   column_softmax_kernel<T>, in, out, rows.n, rows.inner, tiles, log);
       return;
     }
@@ -276,8 +270,7 @@ Tensor softmax_cuda(const Tensor& x, int dim, bool log) {
       gpu::launch({.name = kName,
                    .grid = gpu::blocks(rows.outer, kRowsOfBlock),
                    .block = kRowsOfBlock * gpu::kWarp,
-                   .traffic = traffic,
-                   .instructions = instructions},
+                   .traffic = traffic},
                   vectors ? short_softmax_kernel<T, kWidth> : short_softmax_kernel<T, 1>, in, out,
                   rows.outer, rows.n, log);
       return;
@@ -288,8 +281,7 @@ Tensor softmax_cuda(const Tensor& x, int dim, bool log) {
                  .grid = static_cast<unsigned>(rows.outer),
                  .block = walk_threads(rows.n, vectors ? kWidth : 1),
                  .shared_bytes = staged ? stage_bytes<T>(rows.n) : 0,
-                 .traffic = traffic,
-                 .instructions = instructions},
+                 .traffic = traffic},
                 vectors ? row_softmax_kernel<T, kWidth> : row_softmax_kernel<T, 1>, in, out, rows.n,
                 log, staged);
   });

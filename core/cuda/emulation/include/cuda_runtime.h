@@ -116,7 +116,7 @@ namespace tessera::gpu::emulation {
 // nothing.
 cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, dim3 block,
                            size_t shared_bytes, cudaStream_t stream, std::function<void()> kernel,
-                           const Traffic& declared = {}, double instructions = 0);
+                           const Traffic& declared = {});
 
 // Queues work that takes part in what other threads' streams do, as a collective's. When the stream
 // has come to it, `ready` is asked until it says so; whoever waits for the stream lets other
