@@ -84,10 +84,52 @@ TEST(CublasLt, DescriptorsAreMadeWithoutAGpu) {
   int made = 0;
   for (const GemmProblem& p : problems(memory)) {
     if (!validate(p).empty()) continue;
-    EXPECT_NO_THROW(try_gemm_descriptors(p)) << describe(p);
+    EXPECT_NO_THROW(describe_to_library(p, p)) << describe(p);
     ++made;
   }
   EXPECT_GT(made, 100);
+}
+
+// Split along K, partial sums stay f32: in the result's 16 bits they would be rounded many times.
+TEST(CublasLt, PartialSumsMayOnlyBeKeptInTheComputeType) {
+  TS_NEEDS_LIBRARY(missing());
+  alignas(256) static char memory[256];
+  for (const GemmProblem& p : problems(memory)) {
+    if (!validate(p).empty()) continue;
+    EXPECT_EQ(describe_to_library(p, p).reduction_schemes, kGemmReductionSchemes) << describe(p);
+  }
+}
+
+// Descriptors serve many products: nothing of the one before may stand in them.
+TEST(CublasLt, DescriptorsHaveTheAddressesAndSizesOfTheLastProduct) {
+  TS_NEEDS_LIBRARY(missing());
+  alignas(256) static char memory[256];
+  for (const GemmProblem& first : problems(memory)) {
+    if (!validate(first).empty()) continue;
+    GemmProblem then = first;
+    if (!is_fp8(first.a.dtype)) then.M = 32;
+    if (first.batch > 1) then.batch = 2;
+    then.a_scale = then.b_scale = then.d_scale = nullptr;
+    if (first.bias != nullptr) then.bias = memory + 128;
+    const GemmDescription told = describe_to_library(first, then);
+    const LibraryCall call = library_call(then);
+    EXPECT_EQ(told.addresses.bias, then.bias) << describe(first);
+    EXPECT_EQ(told.addresses.aux, call.aux.data) << describe(first);
+    EXPECT_EQ(told.addresses.a_scale, nullptr) << describe(first);
+    EXPECT_EQ(told.addresses.b_scale, nullptr) << describe(first);
+    EXPECT_EQ(told.addresses.d_scale, nullptr) << describe(first);
+    EXPECT_EQ(told.batch, then.batch) << describe(first);
+    const std::pair<const LibraryMatrix*, const LibraryMatrix*> matrices[] = {
+        {&told.a, &call.a}, {&told.b, &call.b}, {&told.d, &call.d}};
+    for (const auto& [got, expected] : matrices) {
+      EXPECT_EQ(got->rows, expected->rows) << describe(first);
+      EXPECT_EQ(got->columns, expected->columns) << describe(first);
+      EXPECT_EQ(got->leading, expected->leading) << describe(first);
+      if (first.batch > 1) {
+        EXPECT_EQ(got->batch_stride, expected->batch_stride);
+      }
+    }
+  }
 }
 
 TEST(CublasLt, ATableHasEveryDisagreement) {

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <set>
+#include <string>
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
@@ -110,6 +112,117 @@ TEST(GemmRules, SizesStridesAndAddresses) {
   EXPECT_EQ(validate(sum), "");
   expect_refused_when([&](GemmProblem& p) { added(p, 1, 1); }, "c lies at an address");
   expect_refused_when([&](GemmProblem& p) { added(p, 0, 0); }, "beta leaves out");
+}
+
+// ---- Keys of algorithms -------------------------------------------------------------------------
+
+TEST(GemmKeys, LengthsAreRoundedUpToThreeSignificantBits) {
+  int64_t last = 0, classes = 0;
+  for (int64_t length = 1; length <= 1 << 16; ++length) {
+    const int64_t up = rounded_length(length);
+    EXPECT_GE(up, length);
+    EXPECT_LE(4 * (up - length), length) << length;  // a quarter at most
+    EXPECT_GE(up, last);
+    EXPECT_EQ(rounded_length(up), up);
+    if (length % 16 == 0) {
+      EXPECT_EQ(up % 16, 0) << length;  // as fp8 needs it
+    }
+    classes += up != last;
+    last = up;
+  }
+  EXPECT_EQ(classes, 8 + 4 * 13);  // 1 to 8, and four in each octave
+  for (const int64_t usual : {12288, 24576, 49152, 65536}) EXPECT_EQ(rounded_length(usual), usual);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  EXPECT_EQ(rounded_length(kMost), kMost);
+}
+
+// The three products of a linear layer and batches of matrices, of one length.
+std::vector<GemmProblem> products_of_length(int64_t length, DType dtype) {
+  const auto matrix = [&](bool transposed, int64_t leading, int64_t batch_stride = 0) {
+    return GemmMatrix{dtype, transposed, leading, batch_stride, some_memory};
+  };
+  constexpr int64_t kIn = 80, kOut = 112;  // not rounded, which their keys would show
+  GemmProblem forward{.M = length, .N = kOut, .K = kIn};
+  forward.a = matrix(false, kIn);
+  forward.b = matrix(true, kIn);
+  forward.d = matrix(false, kOut);
+  GemmProblem input = {.M = length, .N = kIn, .K = kOut};
+  input.a = matrix(false, kOut);
+  input.b = matrix(false, kIn);
+  input.d = matrix(false, kIn);
+  GemmProblem weight = {.M = kOut, .N = kIn, .K = length};
+  weight.a = matrix(true, kOut);
+  weight.b = matrix(false, kIn);
+  weight.d = matrix(false, kIn);
+  GemmProblem batch = forward, batch_weight = weight;
+  batch.batch = length;
+  batch.a.batch_stride = length * kIn;
+  batch.d.batch_stride = length * kOut;
+  batch_weight.batch = length;
+  batch_weight.a.batch_stride = length * kOut;
+  batch_weight.b.batch_stride = length * kIn;
+  batch_weight.d.batch_stride = kOut * kIn;
+  std::vector<GemmProblem> all = {forward, input, weight, batch, batch_weight};
+  if (is_fp8(dtype)) {  // both operands have the sum along memory
+    all = {forward};
+    GemmProblem sums = {.M = kOut, .N = kIn, .K = length, .sums_over_rows = true};
+    sums.a = matrix(false, length);
+    sums.b = matrix(true, length);
+    sums.d = matrix(false, kIn);
+    all.push_back(sums);
+    for (GemmProblem& p : all) p.d.dtype = kBF16;
+  }
+  return all;
+}
+
+TEST(GemmKeys, OfAnyLengthThereAreFourInAnOctave) {
+  for (const DType dtype : {kF32, kBF16, kF8E4M3}) {
+    const int64_t step = is_fp8(dtype) ? 16 : 1, kinds = is_fp8(dtype) ? 2 : 5;
+    std::set<std::string> keys, lengths;
+    for (int64_t length = 256; length < 1024; length += step) {
+      for (const GemmProblem& p : products_of_length(length, dtype)) {
+        ASSERT_EQ(validate(p), "");
+        ASSERT_EQ(validate(rounded(p)), "") << describe(rounded(p));
+        EXPECT_EQ(key_of(rounded(p)), key_of(p));
+        keys.insert(key_of(p));
+        lengths.insert(describe(p));
+      }
+    }
+    EXPECT_EQ(static_cast<int64_t>(lengths.size()), kinds * 768 / step);
+    EXPECT_EQ(static_cast<int64_t>(keys.size()), kinds * 9) << dtype;  // 256, 320 ... 1024
+  }
+}
+
+TEST(GemmKeys, SizesThatStridesDependOnStandAsTheyAre) {
+  for (const auto size : {&GemmProblem::N, &GemmProblem::K}) {
+    GemmProblem p = products_of_length(300, kBF16)[0], other = p;
+    ++(other.*size);
+    other.a.leading = other.b.leading = other.K;
+    other.d.leading = other.N;
+    EXPECT_NE(key_of(p), key_of(other));
+  }
+  GemmProblem columns = plain();  // a by columns: its rows lie along memory
+  columns.a = {.dtype = kBF16, .transposed = true, .leading = 300, .data = some_memory};
+  columns.M = 300;
+  EXPECT_EQ(rounded(columns).M, 300);
+  GemmProblem apart = products_of_length(300, kBF16)[3];  // matrices do not follow each other
+  apart.a.batch_stride += 8;
+  EXPECT_EQ(rounded(apart).a.batch_stride, apart.a.batch_stride);
+}
+
+TEST(GemmKeys, AProductIsTriedOutInItsOwnResultUnlessItReadsThat) {
+  GemmProblem p = plain();
+  EXPECT_FALSE(reads_result(p));
+  p.beta = 1;
+  EXPECT_TRUE(reads_result(p));
+  p.c = some_memory;
+  EXPECT_FALSE(reads_result(p));
+}
+
+TEST(GemmKeys, PartialSumsAreNotKeptInTheResultsDtype) {
+  constexpr uint32_t kNone = 0, kInPlace = 1, kComputeType = 2, kOutputType = 4;
+  EXPECT_TRUE(allows_reduction(kNone) && allows_reduction(kComputeType));
+  EXPECT_FALSE(allows_reduction(kInPlace) || allows_reduction(kOutputType));
 }
 
 TEST(GemmRules, EpiloguesHaveWhatTheyNeedAndNothingElse) {
@@ -745,7 +858,7 @@ TEST(GemmLibrary, TheEmulationSaysThatItHasNone) {
   TS_NEEDS_EMULATION("has none");
   EXPECT_FALSE(run_gemm(plain()));
   EXPECT_NE(gemm_library().find("own kernels"), std::string::npos);
-  EXPECT_THROW(try_gemm_descriptors(plain()), UnsupportedError);
+  EXPECT_THROW(describe_to_library(plain(), plain()), UnsupportedError);
 }
 
 }  // namespace

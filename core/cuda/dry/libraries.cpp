@@ -173,7 +173,9 @@ bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>&) {
 }
 
 std::string gemm_library() { return "requests for cuBLASLt are noted"; }
-void try_gemm_descriptors(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
+GemmDescription describe_to_library(const GemmProblem&, const GemmProblem&) {
+  TS_THROW(UnsupportedError, "cublasLt", kReason);
+}
 int count_gemm_algorithms(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
 
 int graph_library_version() { return serves ? kGraphLibrary : 0; }

@@ -42,7 +42,9 @@ std::string gemm_library() {
   return the_model != nullptr ? "a model of a test"
                               : std::string("products run on own kernels, as ") + kReason;
 }
-void try_gemm_descriptors(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
+GemmDescription describe_to_library(const GemmProblem&, const GemmProblem&) {
+  TS_THROW(UnsupportedError, "cublasLt", kReason);
+}
 int count_gemm_algorithms(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
 
 }  // namespace tessera::gpu

@@ -1,6 +1,7 @@
 #include <tessera/core/cuda/libraries/gemm.h>
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <sstream>
 
@@ -8,6 +9,8 @@
 
 namespace tessera::gpu {
 namespace {
+
+constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();  // size of a matrix
 
 bool is_16_bit(DType dtype) { return dtype == kF16 || dtype == kBF16; }
 bool has_gelu(GemmEpilogue e) {
@@ -200,7 +203,6 @@ int64_t count_scales(GemmScale scale, int64_t outer, int64_t K) {
 }
 
 std::string validate(const GemmProblem& p) {
-  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   for (const int64_t size : {p.M, p.N, p.K, p.batch}) {
     if (size < 1 || size > kLargest) {
       return concatenate("sizes must be in [1, 2^31); they are ", p.M, " x ", p.N, " x ", p.K, ", ",
@@ -242,6 +244,46 @@ GemmProblem without_epilogue(GemmProblem p) {
   p.bias = nullptr;
   p.aux = {};
   return p;
+}
+
+int64_t rounded_length(int64_t length) {
+  if (length <= 8) return length;
+  const int shift = std::bit_width(static_cast<uint64_t>(length - 1)) - 3;
+  const int64_t up = ((length - 1) >> shift << shift) + (int64_t{1} << shift);
+  return std::max(length, std::min(up, kLargest));
+}
+
+GemmProblem rounded(GemmProblem p) {
+  const int64_t M = p.M, K = p.K;
+  p.batch = rounded_length(p.batch);
+  if (!p.a.transposed) p.M = rounded_length(M);
+  if (p.a.transposed && !p.b.transposed) p.K = rounded_length(K);
+  if (p.sums_over_rows && !p.a.transposed && p.b.transposed && p.a.leading == K &&
+      p.b.leading == K) {
+    p.K = p.a.leading = p.b.leading = rounded_length(K);
+  }
+  // Matrices that follow each other still do.
+  const auto follow = [](GemmMatrix& x, int64_t outer, int64_t now) {
+    if (x.batch_stride == outer * x.leading) x.batch_stride = now * x.leading;
+  };
+  if (p.batch > 1) {
+    if (!p.a.transposed) {
+      follow(p.a, M, p.M);
+      follow(p.d, M, p.M);
+    } else if (!p.b.transposed) {
+      follow(p.a, K, p.K);
+      follow(p.b, K, p.K);
+    }
+  }
+  return p;
+}
+
+std::string key_of(const GemmProblem& problem) { return describe(rounded(problem)); }
+
+bool reads_result(const GemmProblem& p) { return p.beta != 0 && p.c == nullptr; }
+
+GemmAddresses addresses_of(const GemmProblem& p, const LibraryCall& call) {
+  return {p.bias, call.aux.data, call.a_scale, call.b_scale, call.d_scale};
 }
 
 LibraryCall library_call(const GemmProblem& p) {

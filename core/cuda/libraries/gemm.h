@@ -86,6 +86,9 @@ struct GemmProblem {
   // fp8: partial sums keep fewer bits; not with scales that change along K.
   bool fast_accumulation = false;
   bool tf32 = false;  // f32 operands are cut to 10 bits of mantissa
+  // K counts rows of a batch though it lies along memory, as in weight gradients of fp8: a length
+  // like any other, which key_of() rounds.
+  bool sums_over_rows = false;
 };
 
 // Who ran the products of floats that a context asked a GPU for: a slot of the context. What the
@@ -122,6 +125,20 @@ struct LibraryCall {
 // Of a problem that validate() has no word against.
 LibraryCall library_call(const GemmProblem& problem);
 
+// What the library is to keep to when it suggests algorithms. Parts of a sum over K are joined in
+// the compute type: cublasLtReductionScheme_t, none or CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE; the
+// others keep them in the result's 16 bits.
+inline constexpr uint32_t kGemmReductionSchemes = 0 | 2;
+// Of an algorithm, by its scheme: may it be used?
+inline bool allows_reduction(uint32_t scheme) { return (scheme & ~kGemmReductionSchemes) == 0; }
+
+// The addresses that stand in the operation and not in the call:
+// all of them are set for each product, as those that are null must not be of the one before.
+struct GemmAddresses {
+  const void *bias, *aux, *a_scale, *b_scale, *d_scale;
+};
+GemmAddresses addresses_of(const GemmProblem& problem, const LibraryCall& call);
+
 // The power of two, at most 256, that the address is a multiple of.
 int alignment_of(const void* pointer);
 
@@ -131,6 +148,19 @@ std::string describe(const GemmProblem& problem);
 
 // The same product with nothing around it.
 GemmProblem without_epilogue(GemmProblem problem);
+
+// Lengths of batches come in any number; algorithms are chosen for rounded ones. Up to the next
+// number of three significant bits: 1 to 8, 10, 12, 14, 16, 20 ...
+int64_t rounded_length(int64_t length);
+// The product of rounded lengths that this one's algorithm is chosen for: its batch, and of M and K
+// those that count rows of a batch, on which no stride depends but from matrix to matrix. Addresses
+// are those of the problem.
+GemmProblem rounded(GemmProblem problem);
+// Of the algorithm: describe(rounded(problem)).
+std::string key_of(const GemmProblem& problem);
+
+// Whether the product reads what lies in d, so that it may not be tried out there.
+bool reads_result(const GemmProblem& problem);
 
 // ---- On the device (native_gemm.cpp; emulation/gemm.cpp: a model that a test gives) -------------
 
@@ -150,9 +180,17 @@ bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& re
 // "cuBLASLt 13.1.0", or why products run without it.
 std::string gemm_library();
 
-// Makes all descriptors of the problem and throws them away; needs the library but no GPU. Throws
+// What the library has been told, read back from its descriptors.
+struct GemmDescription {
+  LibraryMatrix a = {}, b = {}, d = {};
+  int32_t batch = 0;
+  GemmAddresses addresses = {};
+  uint32_t reduction_schemes = 0;
+};
+// Makes all descriptors of the first problem, gives them the sizes and addresses of the second, as
+// a product does that finds them there, and throws them away; needs the library but no GPU. Throws
 // CudaError naming what was refused, UnsupportedError without the library.
-void try_gemm_descriptors(const GemmProblem& problem);
+GemmDescription describe_to_library(const GemmProblem& first, const GemmProblem& then);
 
 // How many algorithms the library offers on the current device.
 int count_gemm_algorithms(const GemmProblem& problem);

@@ -20,6 +20,7 @@
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/libraries/gemm.h>
+#include <tessera/core/cuda/libraries/gemm_choice.h>
 #include <tessera/core/cuda/libraries/gemm_table.h>
 #include <tessera/core/cuda/libraries/lazy_library.h>
 #include <tessera/core/cuda/streams.h>
@@ -29,7 +30,6 @@
 namespace tessera::gpu {
 namespace {
 
-constexpr int kCandidates = 16;                    // that are asked for and measured
 constexpr int kRounds = 7;                         // of which the median counts
 constexpr size_t kFlushBytes = size_t{128} << 20;  // more than any L2 cache holds
 
@@ -38,9 +38,12 @@ constexpr size_t kFlushBytes = size_t{128} << 20;  // more than any L2 cache hol
 // clang-format off
 #define TS_CUBLASLT_FUNCTIONS(F)                                                                 \
   F(GetVersion) F(Create) F(GetStatusName) F(Matmul) F(MatmulAlgoGetHeuristic)                   \
-  F(MatmulDescCreate) F(MatmulDescDestroy) F(MatmulDescSetAttribute)                             \
+  F(MatmulAlgoConfigGetAttribute)                                                                \
+  F(MatmulDescCreate) F(MatmulDescDestroy) F(MatmulDescSetAttribute) F(MatmulDescGetAttribute)   \
   F(MatrixLayoutCreate) F(MatrixLayoutDestroy) F(MatrixLayoutSetAttribute)                       \
-  F(MatmulPreferenceCreate) F(MatmulPreferenceDestroy) F(MatmulPreferenceSetAttribute)
+  F(MatrixLayoutGetAttribute)                                                                    \
+  F(MatmulPreferenceCreate) F(MatmulPreferenceDestroy) F(MatmulPreferenceSetAttribute)           \
+  F(MatmulPreferenceGetAttribute)
 // clang-format on
 
 struct Library {
@@ -65,9 +68,13 @@ const Library& library() {
 }
 
 void check(cublasStatus_t status, const char* what, const GemmProblem& problem) {
-  TS_CHECK_AS(CudaError, status == CUBLAS_STATUS_SUCCESS, "cublasLt", what, " failed with ",
-              library().GetStatusName(status), " for ", describe(problem),
-              "; this should have been refused by validate()");
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  const bool refused = gemm_answer(status) != GemmAnswer::kFailed;
+  TS_THROW(CudaError, "cublasLt", what, " failed with ", library().GetStatusName(status), " for ",
+           describe(problem),
+           refused
+               ? "; this should have been refused by validate()"
+               : "; is there memory left on the device? TESSERA_SYNC=1 names what failed before");
 }
 
 cudaDataType_t type_of(DType dtype) {
@@ -99,33 +106,57 @@ static_assert(CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F == 0 &&
               CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F == 4 &&
               CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F == 5);
 
+static_assert(kGemmReductionSchemes ==
+              (CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+
 // ---- Descriptors --------------------------------------------------------------------------------
 
 template <class T>
 using Owned = std::unique_ptr<std::remove_pointer_t<T>, cublasStatus_t (*)(T)>;
 
-Owned<cublasLtMatrixLayout_t> make_layout(const LibraryMatrix& x, int64_t batch,
-                                          const GemmProblem& problem) {
-  cublasLtMatrixLayout_t layout = nullptr;
-  check(library().MatrixLayoutCreate(&layout, type_of(x.dtype), static_cast<uint64_t>(x.rows),
+struct Layout {
+  Owned<cublasLtMatrixLayout_t> handle{nullptr, nullptr};
+  LibraryMatrix matrix = {};  // as it was last described
+  int64_t batch = 1;
+
+  template <class T>
+  void set(cublasLtMatrixLayoutAttribute_t attribute, const T& value, const GemmProblem& problem) {
+    check(library().MatrixLayoutSetAttribute(handle.get(), attribute, &value, sizeof value),
+          "the sizes of a matrix", problem);
+  }
+  // The same matrix with other sizes.
+  void resize(const LibraryMatrix& x, int64_t count, const GemmProblem& problem) {
+    if (x.rows != matrix.rows) {
+      set(CUBLASLT_MATRIX_LAYOUT_ROWS, static_cast<uint64_t>(x.rows), problem);
+    }
+    if (x.columns != matrix.columns) {
+      set(CUBLASLT_MATRIX_LAYOUT_COLS, static_cast<uint64_t>(x.columns), problem);
+    }
+    if (x.leading != matrix.leading) set(CUBLASLT_MATRIX_LAYOUT_LD, x.leading, problem);
+    if (count != batch) {
+      set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(count), problem);
+    }
+    if (count > 1 && (batch == 1 || x.batch_stride != matrix.batch_stride)) {
+      set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, x.batch_stride, problem);
+    }
+    matrix = x;
+    batch = count;
+  }
+};
+
+Layout make_layout(const LibraryMatrix& x, int64_t batch, const GemmProblem& problem) {
+  cublasLtMatrixLayout_t handle = nullptr;
+  check(library().MatrixLayoutCreate(&handle, type_of(x.dtype), static_cast<uint64_t>(x.rows),
                                      static_cast<uint64_t>(x.columns), x.leading),
         "a matrix layout", problem);
-  Owned<cublasLtMatrixLayout_t> result(layout, library().MatrixLayoutDestroy);
-  if (batch > 1) {
-    const auto count = static_cast<int32_t>(batch);
-    const auto set = [&](cublasLtMatrixLayoutAttribute_t attribute, const auto& value) {
-      check(library().MatrixLayoutSetAttribute(layout, attribute, &value, sizeof value),
-            "a batch of matrices", problem);
-    };
-    set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, count);
-    set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, x.batch_stride);
-  }
-  return result;
+  Layout layout{.handle = {handle, library().MatrixLayoutDestroy}, .matrix = x};
+  layout.resize(x, batch, problem);
+  return layout;
 }
 
 struct Descriptors {
   Owned<cublasLtMatmulDesc_t> operation{nullptr, nullptr};
-  Owned<cublasLtMatrixLayout_t> a{nullptr, nullptr}, b{nullptr, nullptr}, d{nullptr, nullptr};
+  Layout a, b, d;
   Owned<cublasLtMatmulPreference_t> preference{nullptr, nullptr};
 };
 
@@ -136,16 +167,17 @@ void set(const Descriptors& all, cublasLtMatmulDescAttributes_t attribute, const
         "an attribute of the product", problem);
 }
 
-// Addresses of a call; the rest of the operation stays from call to call.
-void set_pointers(const Descriptors& all, const LibraryCall& call, const GemmProblem& problem) {
-  const auto set_where = [&](cublasLtMatmulDescAttributes_t attribute, const void* pointer) {
-    if (pointer != nullptr) set(all, attribute, pointer, problem);
-  };
-  set_where(CUBLASLT_MATMUL_DESC_BIAS_POINTER, problem.bias);
-  set_where(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, call.aux.data);
-  set_where(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, call.a_scale);
-  set_where(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, call.b_scale);
-  set_where(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, call.d_scale);
+// Addresses and sizes of a call; the rest stays from call to call.
+void describe_call(Descriptors& all, const LibraryCall& call, const GemmProblem& problem) {
+  const GemmAddresses addresses = addresses_of(problem, call);
+  set(all, CUBLASLT_MATMUL_DESC_BIAS_POINTER, addresses.bias, problem);
+  set(all, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, addresses.aux, problem);
+  set(all, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, addresses.a_scale, problem);
+  set(all, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, addresses.b_scale, problem);
+  set(all, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, addresses.d_scale, problem);
+  all.a.resize(call.a, call.batch, problem);
+  all.b.resize(call.b, call.batch, problem);
+  all.d.resize(call.d, call.batch, problem);
 }
 
 Descriptors make_descriptors(const GemmProblem& problem, int64_t workspace_bytes) {
@@ -181,10 +213,10 @@ Descriptors make_descriptors(const GemmProblem& problem, int64_t workspace_bytes
     set(all, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, call.a_scale_mode, problem);
     set(all, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, call.b_scale_mode, problem);
   }
-  set_pointers(all, call, problem);
   all.a = make_layout(call.a, call.batch, problem);
   all.b = make_layout(call.b, call.batch, problem);
   all.d = make_layout(call.d, call.batch, problem);
+  describe_call(all, call, problem);
 
   cublasLtMatmulPreference_t preference = nullptr;
   check(lt.MatmulPreferenceCreate(&preference), "the preference", problem);
@@ -198,6 +230,7 @@ Descriptors make_descriptors(const GemmProblem& problem, int64_t workspace_bytes
   };
   const auto workspace = static_cast<uint64_t>(workspace_bytes);
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
+  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, kGemmReductionSchemes);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(call.a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(call.b));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(call.c));
@@ -207,10 +240,10 @@ Descriptors make_descriptors(const GemmProblem& problem, int64_t workspace_bytes
 
 // ---- Plans --------------------------------------------------------------------------------------
 
+// Of one key.
 struct Plan {
   Descriptors descriptors;
-  cublasLtMatmulAlgo_t algorithm{};
-  bool serves = true;  // false: the library has no algorithm for the problem
+  GemmChoice choice = {};
 };
 
 // Of one device, for as long as the program runs. The lock is held while a product is queued, as
@@ -228,6 +261,12 @@ DevicePlans& device_plans() {
   int device = 0;
   TS_CUDA(cudaGetDevice(&device));
   return all[device % kMaxDevices];
+}
+
+Device current_gpu() {
+  int index = 0;
+  TS_CUDA(cudaGetDevice(&index));
+  return cuda(index);
 }
 
 GemmTable* table() {
@@ -257,32 +296,6 @@ std::string table_key(const DevicePlans& device, const std::string& name) {
          std::to_string(device.workspace_bytes >> 20) + " MiB: " + name;
 }
 
-std::vector<cublasLtMatmulHeuristicResult_t> candidates(DevicePlans& device, const Descriptors& all,
-                                                        int wanted) {
-  std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(wanted));
-  int count = 0;
-  const cublasStatus_t status = library().MatmulAlgoGetHeuristic(
-      device.handle, all.operation.get(), all.a.get(), all.b.get(), all.d.get(), all.d.get(),
-      all.preference.get(), wanted, found.data(), &count);
-  found.resize(status == CUBLAS_STATUS_SUCCESS ? static_cast<size_t>(count) : 0);
-  std::erase_if(found, [](const auto& one) { return one.state != CUBLAS_STATUS_SUCCESS; });
-  return found;
-}
-
-cublasStatus_t queue(DevicePlans& device, const Plan& plan, const GemmProblem& problem,
-                     void* target, void* workspace) {
-  const LibraryCall call = library_call(problem);
-  const float alpha = static_cast<float>(problem.alpha), beta = static_cast<float>(problem.beta);
-  const bool is_double = problem.a.dtype == kF64;
-  const void* const a = is_double ? static_cast<const void*>(&problem.alpha) : &alpha;
-  const void* const b = is_double ? static_cast<const void*>(&problem.beta) : &beta;
-  const Descriptors& all = plan.descriptors;
-  return library().Matmul(device.handle, all.operation.get(), a, call.a.data, all.a.get(),
-                          call.b.data, all.b.get(), b, problem.c != nullptr ? problem.c : target,
-                          all.d.get(), target, all.d.get(), &plan.algorithm, workspace,
-                          static_cast<size_t>(device.workspace_bytes), current_stream());
-}
-
 struct TimingEvent {
   cudaEvent_t event = nullptr;
   TimingEvent() { TS_CUDA(cudaEventCreateWithFlags(&event, cudaEventDefault)); }
@@ -291,106 +304,170 @@ struct TimingEvent {
   TimingEvent& operator=(const TimingEvent&) = delete;
 };
 
-// On the problem's own operands, from memory that the L2 cache has forgotten, into a result that
-// nobody else sees.
-std::optional<FastestCandidate> measure(DevicePlans& device, Plan& plan, const GemmProblem& problem,
-                                        void* workspace,
-                                        const std::vector<cublasLtMatmulHeuristicResult_t>& found) {
-  int index = 0;
-  TS_CUDA(cudaGetDevice(&index));
-  const int64_t elements =
-      (problem.batch - 1) * problem.d.batch_stride + problem.M * problem.d.leading;
-  const Tensor result = raw::empty({elements}, problem.d.dtype, cuda(index));
-  const Tensor flush = raw::empty({static_cast<int64_t>(kFlushBytes)}, kU8, cuda(index));
-  const TimingEvent start, end;
-  const cudaStream_t stream = current_stream();
-  TS_CUDA(cudaMemsetAsync(result.data(), 0, static_cast<size_t>(elements * size_of(result.dtype())),
-                          stream));
-  return fastest_candidate(found.size(), kRounds, [&](size_t i) -> std::optional<double> {
-    plan.algorithm = found[i].algo;
-    TS_CUDA(cudaMemsetAsync(flush.data(), 0, kFlushBytes, stream));
-    TS_CUDA(cudaEventRecord(start.event, stream));
-    if (queue(device, plan, problem, result.data(), workspace) != CUBLAS_STATUS_SUCCESS) return {};
-    TS_CUDA(cudaEventRecord(end.event, stream));
-    TS_CUDA(cudaEventSynchronize(end.event));
+// Microseconds of what `work` queues, from memory that the L2 cache has forgotten; nothing where
+// it queues nothing.
+class Stopwatch {
+ public:
+  Stopwatch() : flush_(raw::empty({static_cast<int64_t>(kFlushBytes)}, kU8, current_gpu())) {}
+
+  std::optional<double> time(const std::function<bool()>& work) const {
+    const cudaStream_t stream = current_stream();
+    TS_CUDA(cudaMemsetAsync(flush_.data(), 0, kFlushBytes, stream));
+    TS_CUDA(cudaEventRecord(start_.event, stream));
+    if (!work()) return {};
+    TS_CUDA(cudaEventRecord(end_.event, stream));
+    TS_CUDA(cudaEventSynchronize(end_.event));
     float milliseconds = 0;
-    TS_CUDA(cudaEventElapsedTime(&milliseconds, start.event, end.event));
+    TS_CUDA(cudaEventElapsedTime(&milliseconds, start_.event, end_.event));
     return 1e3 * static_cast<double>(milliseconds);
-  });
-}
+  }
 
-// Outputs beside the result (bias gradients, aux) would be written while measuring: they are what
-// the product that follows writes anyway, with the same operands.
-bool choose_algorithm(DevicePlans& device, Plan& plan, const GemmProblem& problem,
-                      const std::string& name, void* workspace) {
-  GemmTable* const known = table();
-  const std::string key = table_key(device, name);
-  if (known != nullptr) {
-    if (const auto entry = known->find(key)) {
-      TS_CHECK_AS(FormatError, entry->bytes.size() == sizeof plan.algorithm, known->path(),
-                  "the algorithm of '", key, "' has ", entry->bytes.size(), " bytes, not ",
-                  sizeof plan.algorithm, "; delete the file, and it is measured anew");
-      std::memcpy(&plan.algorithm, entry->bytes.data(), sizeof plan.algorithm);
-      return true;
+ private:
+  Tensor flush_;
+  TimingEvent start_, end_;
+};
+
+// One product of a plan.
+class LibraryCalls final : public GemmCalls {
+ public:
+  LibraryCalls(DevicePlans& device, Plan& plan, const GemmProblem& problem, void* workspace)
+      : device_(device), plan_(plan), problem_(problem), workspace_(workspace) {}
+
+  GemmAnswer suggest(bool of_key, int most, std::vector<std::string>& algorithms) override {
+    Descriptors& all = plan_.descriptors;
+    const GemmProblem asked = of_key ? rounded(problem_) : problem_;
+    describe_call(all, library_call(asked), asked);
+    std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(most));
+    int count = 0;
+    status_ = library().MatmulAlgoGetHeuristic(
+        device_.handle, all.operation.get(), all.a.handle.get(), all.b.handle.get(),
+        all.d.handle.get(), all.d.handle.get(), all.preference.get(), most, found.data(), &count);
+    describe_call(all, library_call(problem_), problem_);
+    if (status_ != CUBLAS_STATUS_SUCCESS) return gemm_answer(status_);
+    found.resize(static_cast<size_t>(count));
+    for (const auto& one : found) {
+      if (one.state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(bytes_of(one.algo));
     }
+    if (algorithms.empty()) {  // what kept them from being offered
+      for (const auto& one : found) status_ = one.state;
+    }
+    return gemm_answer(status_);
   }
+
+  bool allows(const std::string& algorithm) override {
+    const cublasLtMatmulAlgo_t algo = algorithm_of(algorithm);
+    uint32_t scheme = 0;
+    size_t written = 0;
+    status_ = library().MatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME,
+                                                     &scheme, sizeof scheme, &written);
+    return status_ == CUBLAS_STATUS_SUCCESS && allows_reduction(scheme);
+  }
+
+  // On the problem's own operands, and into its own result where nothing is added to that. Outputs
+  // beside the result (bias gradients, aux) would be written while measuring: they are what the
+  // product that follows writes anyway, with the same operands.
+  std::optional<FastestCandidate> measure(const std::vector<std::string>& algorithms) override {
+    const Stopwatch watch;
+    Tensor own;
+    void* target = problem_.d.data;
+    if (reads_result(problem_)) {
+      const int64_t elements =
+          (problem_.batch - 1) * problem_.d.batch_stride + problem_.M * problem_.d.leading;
+      own = raw::empty({elements}, problem_.d.dtype, current_gpu());
+      target = own.data();
+      const int64_t bytes = elements * size_of(own.dtype());
+      TS_CUDA(cudaMemsetAsync(target, 0, static_cast<size_t>(bytes), current_stream()));
+    }
+    return fastest_candidate(algorithms.size(), kRounds, [&](size_t i) {
+      return watch.time([&] { return queue(algorithms[i], target) == CUBLAS_STATUS_SUCCESS; });
+    });
+  }
+
+  GemmAnswer run(const std::string& algorithm) override {
+    status_ = queue(algorithm, problem_.d.data);
+    return gemm_answer(status_);
+  }
+
+  [[noreturn]] void fail(const char* what) override {
+    check(status_, what, problem_);
+    TS_THROW(CudaError, "cublasLt", what, " found nothing for ", describe(problem_));
+  }
+
+ private:
+  static std::string bytes_of(const cublasLtMatmulAlgo_t& algorithm) {
+    return {reinterpret_cast<const char*>(&algorithm), sizeof algorithm};
+  }
+  static cublasLtMatmulAlgo_t algorithm_of(const std::string& bytes) {
+    cublasLtMatmulAlgo_t algorithm;
+    TS_CHECK_AS(FormatError, bytes.size() == sizeof algorithm, "gemm table",
+                "an algorithm of the table of products (TESSERA_GEMM_TABLE) has ", bytes.size(),
+                " bytes, not ", sizeof algorithm, "; delete the file, and it is measured anew");
+    std::memcpy(&algorithm, bytes.data(), sizeof algorithm);
+    return algorithm;
+  }
+
+  cublasStatus_t queue(const std::string& bytes, void* target) {
+    const GemmProblem& problem = problem_;
+    const LibraryCall call = library_call(problem);
+    const cublasLtMatmulAlgo_t algorithm = algorithm_of(bytes);
+    const float alpha = static_cast<float>(problem.alpha), beta = static_cast<float>(problem.beta);
+    const bool is_double = problem.a.dtype == kF64;
+    const void* const a = is_double ? static_cast<const void*>(&problem.alpha) : &alpha;
+    const void* const b = is_double ? static_cast<const void*>(&problem.beta) : &beta;
+    const Descriptors& all = plan_.descriptors;
+    return library().Matmul(device_.handle, all.operation.get(), a, call.a.data, all.a.handle.get(),
+                            call.b.data, all.b.handle.get(), b,
+                            problem.c != nullptr ? problem.c : target, all.d.handle.get(), target,
+                            all.d.handle.get(), &algorithm, workspace_,
+                            static_cast<size_t>(device_.workspace_bytes), current_stream());
+  }
+
+  DevicePlans& device_;
+  Plan& plan_;
+  const GemmProblem& problem_;
+  void* workspace_;
+  cublasStatus_t status_ = CUBLAS_STATUS_SUCCESS;
+};
+
+GemmKnowledge knowledge_of(const DevicePlans& device, const std::string& name) {
+  GemmTable* const known = table();
+  if (known == nullptr) return {};
+  const std::string key = table_key(device, name);
+  GemmKnowledge knowledge{.find = [known, key] { return known->find(key); }};
   // A capture cannot wait for what it measures.
-  const bool measures = known != nullptr && Capture::current() == nullptr;
-  const auto found = candidates(device, plan.descriptors, measures ? kCandidates : 1);
-  if (found.empty()) return false;
-  size_t best = 0;
-  if (measures) {
-    const auto fastest = measure(device, plan, problem, workspace, found);
-    if (!fastest) return false;
-    best = fastest->index;
-    known->add(key, {std::string(reinterpret_cast<const char*>(&found[best].algo),
-                                 sizeof found[best].algo),
-                     fastest->microseconds});
+  if (Capture::current() == nullptr) {
+    knowledge.keep = [known, key](const GemmAlgorithm& fastest) { known->add(key, fastest); };
   }
-  plan.algorithm = found[best].algo;
-  return true;
+  return knowledge;
 }
 
-// The algorithm of a problem on its device, chosen when it comes up first.
-Plan& plan_of(DevicePlans& device, const GemmProblem& problem, void* workspace) {
-  const std::string name = describe(problem);
+// For a product that validate() allows, with the addresses and sizes of its call in place.
+Plan& plan_of(DevicePlans& device, const GemmProblem& problem, const std::string& name) {
   auto place = device.plans.find(name);
   if (place == device.plans.end()) {
-    const RelaxedCapture relaxed;  // the library loads kernels
-    Plan plan{.descriptors = make_descriptors(problem, device.workspace_bytes)};
-    plan.serves = choose_algorithm(device, plan, problem, name, workspace);
-    place = device.plans.emplace(name, std::move(plan)).first;
+    place =
+        device.plans
+            .emplace(name, Plan{.descriptors = make_descriptors(problem, device.workspace_bytes)})
+            .first;
+  } else {
+    describe_call(place->second.descriptors, library_call(problem), problem);
   }
   return place->second;
 }
 
 Tensor new_workspace(const DevicePlans& device) {
-  int index = 0;
-  TS_CUDA(cudaGetDevice(&index));
   // The allocator hands it out again to the same stream only.
-  return raw::empty({device.workspace_bytes}, kU8, cuda(index));
+  return raw::empty({device.workspace_bytes}, kU8, current_gpu());
 }
 
-// Microseconds of what `work` queues, from memory that the L2 cache has forgotten.
-double measure_rest(const std::function<void()>& work) {
-  int index = 0;
-  TS_CUDA(cudaGetDevice(&index));
-  const Tensor flush = raw::empty({static_cast<int64_t>(kFlushBytes)}, kU8, cuda(index));
-  const TimingEvent start, end;
-  const cudaStream_t stream = current_stream();
-  return fastest_candidate(1, kRounds,
-                           [&](size_t) -> std::optional<double> {
-                             TS_CUDA(cudaMemsetAsync(flush.data(), 0, kFlushBytes, stream));
-                             TS_CUDA(cudaEventRecord(start.event, stream));
-                             work();
-                             TS_CUDA(cudaEventRecord(end.event, stream));
-                             TS_CUDA(cudaEventSynchronize(end.event));
-                             float milliseconds = 0;
-                             TS_CUDA(cudaEventElapsedTime(&milliseconds, start.event, end.event));
-                             return 1e3 * static_cast<double>(milliseconds);
-                           })
-      .value_or(FastestCandidate{})
-      .microseconds;
+// Whether the library has an algorithm, which is then chosen.
+bool is_served(DevicePlans& device, const GemmProblem& problem, void* workspace) {
+  const std::string name = key_of(problem);
+  Plan& plan = plan_of(device, problem, name);
+  const RelaxedCapture relaxed;  // the library loads kernels
+  LibraryCalls calls(device, plan, problem, workspace);
+  settle(plan.choice, knowledge_of(device, name), calls);
+  return plan.choice.is_served();
 }
 
 }  // namespace
@@ -410,17 +487,26 @@ bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& re
   {
     const std::lock_guard lock(device.mutex);
     begin(device);
-    decision = table_key(device, "fused? " + describe(problem));
+    decision = table_key(device, "fused? " + key_of(problem));
     if (const auto entry = known->find(decision)) return entry->bytes == "fused";
     if (Capture::current() != nullptr) return false;
     const Tensor workspace = new_workspace(device);
-    if (!plan_of(device, problem, workspace.data()).serves) return false;
-    if (!plan_of(device, apart, workspace.data()).serves) return true;
-    whole = known->find(table_key(device, describe(problem)));
-    product = known->find(table_key(device, describe(apart)));
+    if (!is_served(device, problem, workspace.data())) return false;
+    if (!is_served(device, apart, workspace.data())) return true;
+    whole = known->find(table_key(device, key_of(problem)));
+    product = known->find(table_key(device, key_of(apart)));
   }
   if (!whole || !product) return false;
-  const double passes = measure_rest(rest);
+  const Stopwatch watch;
+  const double passes = fastest_candidate(1, kRounds,
+                                          [&](size_t) {
+                                            return watch.time([&] {
+                                              rest();
+                                              return true;
+                                            });
+                                          })
+                            .value_or(FastestCandidate{})
+                            .microseconds;
   const bool wins = whole->microseconds < product->microseconds + passes;
   known->add(decision, {wins ? "fused" : "apart",
                         wins ? whole->microseconds : product->microseconds + passes});
@@ -435,11 +521,19 @@ bool run_gemm(const GemmProblem& given) {
   const std::lock_guard lock(device.mutex);
   begin(device);
   const Tensor workspace = new_workspace(device);
-  Plan& plan = plan_of(device, problem, workspace.data());
-  if (!plan.serves) return false;
-  set_pointers(plan.descriptors, library_call(problem), problem);
+  const std::string name = key_of(problem);
+  Plan& plan = plan_of(device, problem, name);
+  LibraryCalls calls(device, plan, problem, workspace.data());
   note_operation("matmul", current_stream());
-  check(queue(device, plan, problem, problem.d.data, workspace.data()), "the product", problem);
+  {
+    std::optional<RelaxedCapture> relaxed;  // the library loads kernels
+    GemmKnowledge knowledge;
+    if (!plan.choice.settled) {
+      relaxed.emplace();
+      knowledge = knowledge_of(device, name);
+    }
+    if (!run_chosen(plan.choice, knowledge, calls)) return false;
+  }
   if (times_launches()) note_request(describe(problem));
   finish_launch(cudaGetLastError(), "matmul", current_stream());
   return true;
@@ -452,9 +546,42 @@ std::string gemm_library() {
          std::to_string(lt.version / 100 % 100) + "." + std::to_string(lt.version % 100);
 }
 
-void try_gemm_descriptors(const GemmProblem& problem) {
+GemmDescription describe_to_library(const GemmProblem& first, const GemmProblem& then) {
   TS_CHECK_AS(UnsupportedError, library().reason.empty(), "cublasLt", library().reason);
-  make_descriptors(problem, gemm_workspace_bytes(0));
+  Descriptors all = make_descriptors(first, gemm_workspace_bytes(0));
+  describe_call(all, library_call(then), then);
+  GemmDescription result;
+  size_t written = 0;
+  const auto operation = [&](cublasLtMatmulDescAttributes_t attribute, const void*& value) {
+    check(library().MatmulDescGetAttribute(all.operation.get(), attribute, &value, sizeof value,
+                                           &written),
+          "reading an attribute of the product", then);
+  };
+  operation(CUBLASLT_MATMUL_DESC_BIAS_POINTER, result.addresses.bias);
+  operation(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, result.addresses.aux);
+  operation(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, result.addresses.a_scale);
+  operation(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, result.addresses.b_scale);
+  operation(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, result.addresses.d_scale);
+  check(library().MatmulPreferenceGetAttribute(
+            all.preference.get(), CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+            &result.reduction_schemes, sizeof result.reduction_schemes, &written),
+        "reading the preference", then);
+  const auto matrix = [&](const Layout& layout, LibraryMatrix& x) {
+    const auto read = [&](cublasLtMatrixLayoutAttribute_t attribute, auto& value) {
+      check(library().MatrixLayoutGetAttribute(layout.handle.get(), attribute, &value, sizeof value,
+                                               &written),
+            "reading a matrix layout", then);
+    };
+    read(CUBLASLT_MATRIX_LAYOUT_ROWS, x.rows);
+    read(CUBLASLT_MATRIX_LAYOUT_COLS, x.columns);
+    read(CUBLASLT_MATRIX_LAYOUT_LD, x.leading);
+    read(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, x.batch_stride);
+    read(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, result.batch);
+  };
+  matrix(all.a, result.a);
+  matrix(all.b, result.b);
+  matrix(all.d, result.d);
+  return result;
 }
 
 int count_gemm_algorithms(const GemmProblem& problem) {
@@ -462,8 +589,14 @@ int count_gemm_algorithms(const GemmProblem& problem) {
   DevicePlans& device = device_plans();
   const std::lock_guard lock(device.mutex);
   begin(device);
-  return static_cast<int>(
-      candidates(device, make_descriptors(problem, device.workspace_bytes), kCandidates).size());
+  Plan plan{.descriptors = make_descriptors(problem, device.workspace_bytes)};
+  LibraryCalls calls(device, plan, problem, nullptr);
+  std::vector<std::string> found;
+  const GemmAnswer answer = calls.suggest(false, kMeasuredCandidates, found);
+  if (answer != GemmAnswer::kDone && answer != GemmAnswer::kNotSupported) {
+    calls.fail("the choice of an algorithm");
+  }
+  return static_cast<int>(found.size());
 }
 
 }  // namespace tessera::gpu

@@ -13,7 +13,7 @@ constexpr const char* kNoCublasLt =
 bool run_gemm(const GemmProblem&) { return false; }
 bool fused_gemm_wins(const GemmProblem&, const std::function<void()>&) { return false; }
 std::string gemm_library() { return std::string("products run on own kernels, as ") + kNoCublasLt; }
-void try_gemm_descriptors(const GemmProblem&) {
+GemmDescription describe_to_library(const GemmProblem&, const GemmProblem&) {
   TS_THROW(UnsupportedError, "cublasLt", kNoCublasLt);
 }
 int count_gemm_algorithms(const GemmProblem&) {

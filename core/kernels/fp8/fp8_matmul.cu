@@ -69,7 +69,8 @@ Tensor fp8_matmul_cuda(const Fp8Operand& a, const Fp8Operand& b, DType dtype,
   const int64_t M = left.size(0), K = left.size(1), N = right.size(0);
   const Tensor result = raw::empty({M, N}, dtype, left.device());
   if (result.numel() == 0) return result;
-  gpu::GemmProblem problem{.M = M, .N = N, .K = K};
+  // dy^T x: a sum over rows of the batch.
+  gpu::GemmProblem problem{.M = M, .N = N, .K = K, .sums_over_rows = a.transposed && !b.transposed};
   problem.a = {.dtype = left.dtype(), .leading = K, .data = left.data()};
   problem.b = {.dtype = right.dtype(), .transposed = true, .leading = K, .data = right.data()};
   problem.d = {.dtype = dtype, .leading = N, .data = result.data()};
