@@ -52,11 +52,74 @@ TEST_F(GemmTableFile, KeepsWhatWasAddedForTheNextProcess) {
   other.add("two", {"b", 2});
   first.add("three", {"c", 3});
   first.add("one", {"a", 1});
+  first.write();
   const GemmTable last(path());
   EXPECT_EQ(last.size(), 3U);
   EXPECT_EQ(last.find("one")->bytes, "a");
   EXPECT_EQ(last.find("two")->bytes, "b");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), {}), 1);  // nothing else
+}
+
+TEST_F(GemmTableFile, IsWrittenAtMostOnceASecond) {
+  double now = 100;
+  const auto clock = [&now] { return now; };
+  const auto written = [&] { return GemmTable(path()).size(); };
+  GemmTable table(path(), clock);
+  table.add("0", {"a", 1});
+  EXPECT_EQ(written(), 1U);
+  for (int i = 1; i < 10; ++i, now += 0.1) {
+    table.add(std::to_string(i), {"a", 1});
+    table.write_due();
+    EXPECT_EQ(table.find(std::to_string(i))->bytes, "a");
+    EXPECT_EQ(written(), 1U) << i;
+  }
+  now = 101;
+  {  // another process
+    GemmTable other(path());
+    other.add("other", {"b", 2});
+  }
+  table.write_due();
+  EXPECT_EQ(written(), 11U);
+  now = 103;
+  const std::string text = read();
+  std::filesystem::remove(path());
+  table.write_due();  // nothing waits: it is not written again
+  EXPECT_FALSE(std::filesystem::exists(path()));
+  std::ofstream(path()) << text;
+  table.add("10", {"a", 1});
+  EXPECT_EQ(written(), 12U);
+  table.add("11", {"a", 1});
+  table.write();
+  EXPECT_EQ(written(), 13U);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), {}), 1);
+}
+
+TEST_F(GemmTableFile, WhatWaitsIsWrittenWhereTheTableEnds) {
+  const auto stands_still = [] { return 0.0; };
+  {
+    GemmTable table(path(), stands_still);
+    table.add("1", {"a", 1});
+    table.add("2", {"a", 1});
+    EXPECT_EQ(GemmTable(path()).size(), 1U);
+  }
+  EXPECT_EQ(GemmTable(path()).size(), 2U);
+}
+
+TEST_F(GemmTableFile, WhatWaitsIsWrittenWhereTheProgramExits) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  constexpr const char* kOurs = "TESSERA_TEST_GEMM_TABLE";
+  ::setenv(kOurs, path().c_str(), 0);  // the process of a death test has a folder of its own
+  EXPECT_EXIT(
+      {
+        std::filesystem::remove_all(folder_);
+        ::setenv("TESSERA_GEMM_TABLE", std::getenv(kOurs), 1);
+        GemmTable* const table = process_gemm_table();
+        for (int i = 0; i < 100; ++i) table->add(std::to_string(i), {"a", 1});
+        std::exit(0);
+      },
+      testing::ExitedWithCode(0), "");
+  ::unsetenv(kOurs);
+  EXPECT_EQ(GemmTable(path()).size(), 100U);
 }
 
 TEST_F(GemmTableFile, WithoutAPathItIsInMemory) {
@@ -94,7 +157,8 @@ TEST_F(GemmTableFile, TheEnvironmentSaysWhichOne) {
 }
 
 TEST_F(GemmTableFile, ADamagedFileIsNamedAndStays) {
-  GemmTable table(path());
+  double now = 0;
+  GemmTable table(path(), [&now] { return ++now; });
   table.add("one", {kBytes, 12.5});
   const std::string good = read();
   std::vector<std::string> bad = {"",

@@ -3,9 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
@@ -79,9 +83,27 @@ std::map<std::string, GemmAlgorithm> read(const std::string& path) {
   return entries;
 }
 
+double steady_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 }  // namespace
 
-GemmTable::GemmTable(std::string path) : path_(std::move(path)), entries_(read(path_)) {}
+GemmTable::GemmTable(std::string path, std::function<double()> seconds)
+    : path_(std::move(path)),
+      seconds_(seconds != nullptr ? std::move(seconds) : steady_seconds),
+      entries_(read(path_)),
+      written_(-std::numeric_limits<double>::infinity()) {}
+
+GemmTable::~GemmTable() { close(); }
+
+void GemmTable::close() noexcept {
+  try {
+    write();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "tessera: %s\n", error.what());
+  }
+}
 
 std::optional<GemmAlgorithm> GemmTable::find(const std::string& key) const {
   const std::lock_guard lock(mutex_);
@@ -98,14 +120,50 @@ void GemmTable::add(const std::string& key, const GemmAlgorithm& algorithm) {
     entries_[key] = algorithm;
     return;
   }
+  waiting_[key] = algorithm;
+  if (is_due()) {
+    try {
+      write_locked();
+    } catch (...) {
+      waiting_.erase(key);
+      waits_ = !waiting_.empty();
+      throw;
+    }
+  } else {
+    entries_[key] = algorithm;
+    waits_ = true;
+  }
+}
+
+bool GemmTable::is_due() const {
+  constexpr double kBetweenWrites = 1;  // two fsyncs each
+  return seconds_() - written_ >= kBetweenWrites;
+}
+
+void GemmTable::write_locked() {
+  if (waiting_.empty()) return;
   std::map<std::string, GemmAlgorithm> now = read(path_);
-  now[key] = algorithm;
+  for (const auto& [key, algorithm] : waiting_) now[key] = algorithm;
   Json entries = Json::object();
   for (const auto& [name, entry] : now) {
     entries[name] = {{"algorithm", to_hex(entry.bytes)}, {"microseconds", entry.microseconds}};
   }
   write_file_atomically(path_, Json{{"format", kFormat}, {"entries", entries}}.dump(1) + "\n");
   entries_ = std::move(now);
+  waiting_.clear();
+  waits_ = false;
+  written_ = seconds_();
+}
+
+void GemmTable::write_due() {
+  if (!waits_.load(std::memory_order_relaxed)) return;
+  const std::lock_guard lock(mutex_);
+  if (is_due()) write_locked();
+}
+
+void GemmTable::write() {
+  const std::lock_guard lock(mutex_);
+  write_locked();
 }
 
 size_t GemmTable::size() const {
@@ -132,6 +190,18 @@ std::unique_ptr<GemmTable> gemm_table_of_environment() {
   std::filesystem::create_directories(folder, ignored);
   const bool is_writable = ::access(folder.c_str(), W_OK | X_OK) == 0;
   return std::make_unique<GemmTable>(is_writable ? (folder / "gemm_table.json").string() : "");
+}
+
+GemmTable* process_gemm_table() {
+  static std::unique_ptr<GemmTable>& the_table = *[] {
+    auto* const made = new std::unique_ptr<GemmTable>(gemm_table_of_environment());
+    // Products may be asked for while the program exits: the table is written and stays.
+    std::atexit([] {
+      if (GemmTable* const table = process_gemm_table()) table->close();
+    });
+    return made;
+  }();
+  return the_table.get();
 }
 
 std::optional<FastestCandidate> fastest_candidate(

@@ -269,11 +269,6 @@ Device current_gpu() {
   return cuda(index);
 }
 
-GemmTable* table() {
-  static GemmTable* const the_table = gemm_table_of_environment().release();
-  return the_table;
-}
-
 void begin(DevicePlans& device) {
   if (device.handle != nullptr) return;
   int index = 0;
@@ -430,7 +425,7 @@ class LibraryCalls final : public GemmCalls {
 };
 
 GemmKnowledge knowledge_of(const DevicePlans& device, const std::string& name) {
-  GemmTable* const known = table();
+  GemmTable* const known = process_gemm_table();
   if (known == nullptr) return {};
   const std::string key = table_key(device, name);
   GemmKnowledge knowledge{.find = [known, key] { return known->find(key); }};
@@ -478,7 +473,7 @@ bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& re
     return false;
   }
   if (fusion == GemmFusion::kAlways) return true;
-  GemmTable* const known = table();
+  GemmTable* const known = process_gemm_table();
   if (known == nullptr) return false;
   const GemmProblem apart = without_epilogue(problem);
   DevicePlans& device = device_plans();
@@ -534,6 +529,7 @@ bool run_gemm(const GemmProblem& given) {
     }
     if (!run_chosen(plan.choice, knowledge, calls)) return false;
   }
+  if (GemmTable* const known = process_gemm_table()) known->write_due();
   if (times_launches()) note_request(describe(problem));
   finish_launch(cudaGetLastError(), "matmul", current_stream());
   return true;
