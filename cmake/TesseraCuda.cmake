@@ -7,6 +7,29 @@
 # emulated or dry asks for another one.
 file(GLOB cuda_runtime_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/*.cpp
   ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/libraries/*.cpp)
+# Algorithms of products that were measured on cards (core/cuda/libraries/tables) lie in the program:
+# a copy of it on another machine has them too.
+file(GLOB gemm_tables CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/libraries/tables/*.json)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${gemm_tables})
+set(shipped_texts "")
+foreach(table IN LISTS gemm_tables)
+  file(READ ${table} text)
+  string(APPEND shipped_texts "    R\"json(${text})json\",\n")
+endforeach()
+set(TESSERA_SHIPPED_TABLES ${CMAKE_CURRENT_BINARY_DIR}/shipped_gemm_tables.cpp)
+file(CONFIGURE OUTPUT ${TESSERA_SHIPPED_TABLES} @ONLY CONTENT [=[
+// Written by cmake/TesseraCuda.cmake from core/cuda/libraries/tables.
+#include <tessera/core/cuda/libraries/gemm_table.h>
+
+namespace tessera::gpu {
+
+std::vector<std::string_view> shipped_gemm_texts() {
+  return {
+@shipped_texts@  };
+}
+
+}  // namespace tessera::gpu
+]=])
 file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*/*.cu)
 
 set(without_cublaslt core/cuda/none/gemm_none.cpp)
@@ -72,7 +95,7 @@ if(TESSERA_CUDA_FOUND)
       ${CMAKE_CUDA_COMPILER_LAUNCHER})
     set_target_properties(tessera_cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER "${keep_ptx}")
   endif()
-  add_library(tessera_core_cuda ${cuda_runtime_sources} $<TARGET_OBJECTS:tessera_cuda_kernels>)
+  add_library(tessera_core_cuda ${cuda_runtime_sources} ${TESSERA_SHIPPED_TABLES} $<TARGET_OBJECTS:tessera_cuda_kernels>)
   set_target_properties(tessera_core_cuda PROPERTIES EXPORT_NAME core_cuda LINKER_LANGUAGE CXX
     POSITION_INDEPENDENT_CODE ON)
   target_compile_definitions(tessera_core_cuda PRIVATE

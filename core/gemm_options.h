@@ -12,10 +12,12 @@ namespace tessera {
 // product itself, where the library offers that.
 enum class GemmFusion : uint8_t {
   kNever,
-  // Where measurements say that it takes less time than the product and the pass apart: both are
-  // measured once, where a shape comes up first, and the winner is kept in a file
-  // (core/cuda/libraries/gemm_table.h). Fused products are known to lose for some shapes and versions of the
-  // library. Without a table (TESSERA_GEMM_TABLE is empty) nothing is fused.
+  // What the table of the user or of the card (core/cuda/libraries/gemm_table.h) has of the shape,
+  // else a rule (gpu::fused_by_rule): no clock, so that two runs have the same bits.
+  kByTable,
+  // Where the table has nothing, the product, fused and apart, and the pass are measured where the
+  // shape comes up first, and the winner is kept in the table. Without one (TESSERA_GEMM_TABLE is
+  // empty), and within a capture, the rule decides.
   kMeasured,
   kAlways,
 };
@@ -24,7 +26,7 @@ struct GemmOptions {
   // f32 operands are cut to 10 bits of mantissa, for products at the speed of 16 bits; sums stay
   // f32. Products of other dtypes are as before.
   bool tf32 = false;
-  GemmFusion fusion = GemmFusion::kMeasured;
+  GemmFusion fusion = GemmFusion::kByTable;
 };
 
 }  // namespace tessera

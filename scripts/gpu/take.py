@@ -4,10 +4,11 @@
 Copies results.jsonl, report.md, env.json, rates.json, launches.json and gemm.json, writes machine.json, a file of
 rates for `tessera price --machine`, and makes the tables of docs/measurements/gpu/README.md anew from all folders.
 machine.json has what "machine" of rates.json measured; what that lacks is taken from the shipped file of the card's
-kind, and its source says so. A rehearsal, or a run that saw no card, is refused.
+kind, and its source says so. The algorithms of products of all folders become the tables of cards that programs carry
+(core/cuda/libraries/tables). A rehearsal, or a run that saw no card, is refused.
 
     take.py --tables FILE    puts the algorithms of products of all folders into one file, where there are any
-    take.py --again          makes the tables anew
+    take.py --again          makes the tables anew, those of cards too
 """
 import argparse
 import json
@@ -18,6 +19,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOME = pathlib.Path("docs/measurements/gpu")
+SHIPPED = pathlib.Path("core/cuda/libraries/tables")
 BEGIN = "<!-- what follows is written by scripts/gpu_kit.sh take -->\n"
 TAKEN = ("results.jsonl", "report.md", "env.json", "rates.json", "launches.json", "gemm.json")
 
@@ -131,9 +133,11 @@ def take(source, root):
     if not environment.get("cards"):
         raise Refused(f"{source}: the run saw no card")
     name, _ = card_of(environment)
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
+    slug = slug_of(name.lower().removeprefix("nvidia "))
     rates = read_json(source / "rates.json")
     machine = None if rates is None else machine_of(rates.get("machine", {}), environment, root)
+    for key in (read_json(source / "gemm.json") or {"entries": {}})["entries"]:
+        card_of_key(key, source / "gemm.json")
     folder, number = home / f"{environment['date'][:10]}-{slug}", 1
     while folder.exists():  # several runs of a day
         number += 1
@@ -145,7 +149,35 @@ def take(source, root):
     if machine is not None:
         (folder / "machine.json").write_text(json.dumps(machine, indent=2) + "\n")
     write_tables(home)
+    write_card_tables(root)
     return folder
+
+
+def slug_of(card):
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
+def card_of_key(key, path):
+    match = re.match(r"cublasLt \d+, (.+?), driver ", key)
+    if match is None:
+        raise Refused(f"{path}: the key '{key}' names no card")
+    return match[1]
+
+
+def write_card_tables(root):
+    """A file for each card whose products were measured: {"format", "entries"} of the newest folder that has the key."""
+    cards, form = {}, None
+    for path in sorted((root / HOME).glob("*/gemm.json")):
+        table = read_json(path)
+        if table["format"] != form:  # the newest form is the one that programs read
+            cards, form = {}, table["format"]
+        for key, entry in table["entries"].items():
+            cards.setdefault(card_of_key(key, path), {})[key] = entry
+    folder = root / SHIPPED
+    folder.mkdir(parents=True, exist_ok=True)
+    for card, entries in cards.items():
+        text = json.dumps({"format": form, "entries": dict(sorted(entries.items()))}, indent=1)
+        (folder / f"{slug_of(card)}.json").write_text(text + "\n")
 
 
 def merge_tables(home, target):
@@ -175,6 +207,7 @@ def main():
             merge_tables(root / HOME, pathlib.Path(options.tables))
         elif options.again:
             write_tables(root / HOME)
+            write_card_tables(root)
         elif options.folder:
             print(take(pathlib.Path(options.folder), root))
         else:

@@ -1,5 +1,5 @@
 // Products by a model of cuBLASLt, for tests that train on the emulation: fp8, bf16 and f32,
-// with the epilogue of a bias. By columns and in f64, as the library describes them.
+// with the epilogues of a bias and of GELU. By columns and in f64, as the library describes them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -8,6 +8,7 @@
 
 #include <tessera/core/cuda/emulation/gemm.h>
 #include <tessera/core/cuda/libraries/gemm.h>
+#include <tessera/core/functors.h>
 #include <tessera/core/half.h>
 
 #include "on_emulation.h"
@@ -91,10 +92,14 @@ inline void run_by_model(const GemmProblem& problem, const LibraryCall& call) {
         }
         double value = problem.alpha * (along_k ? sum : scales(i, j, 0) * sum);
         if (problem.beta != 0) value += problem.beta * number_at(call.d, which, i, j);
-        if (problem.epilogue == GemmEpilogue::kBias) {
+        const bool gelu =
+            problem.epilogue == GemmEpilogue::kGelu || problem.epilogue == GemmEpilogue::kGeluBias;
+        if (problem.bias != nullptr) {
           const LibraryMatrix bias{problem.bias_dtype, call.m, 1, call.m, 0, problem.bias};
           value += number_at(bias, 0, i, 0);
         }
+        if (gelu && call.aux.data != nullptr) put_at(call.aux, 0, i, j, value);
+        if (gelu) value = fn::GeluTanh{}(value);
         put_at(call.d, which, i, j, value);
       }
     }

@@ -460,6 +460,26 @@ TEST_F(CudaFp8, ProductsScaleRowsAndTiles) {
   }
 }
 
+TEST_F(CudaFp8, ABiasThatNoAlgorithmTakesIsAddedByAPass) {
+  TS_NEEDS_EMULATION("can lack algorithms");
+  const Tensor a = randn({144, 272}).detach().to(kGpu), b = randn({160, 272}).detach().to(kGpu);
+  const Tensor bias = randn({160}).detach().to(kBF16).to(kGpu);
+  for (const Tiled& of_b : {kTiled[1], kTiled[2]}) {
+    const TiledCopies left = tiled_copies(a, kTiled[1], kF8E4M3, true, {});
+    const TiledCopies right = tiled_copies(b, of_b, kF8E4M3, true, {});
+    const auto multiply = [&](const Tensor& added) {
+      return kernels::fp8_matmul({left.rows}, {right.rows, true}, kBF16, {.bias = added});
+    };
+    const Tensor apart = add(multiply({}), bias), together = multiply(bias);
+    gpu::emulation::set_gemm_lack(
+        [](const GemmProblem& p) { return p.epilogue == gpu::GemmEpilogue::kBias; });
+    const Tensor got = multiply(bias);
+    gpu::emulation::set_gemm_lack(nullptr);
+    EXPECT_EQ(got.to_vector(), apart.to_vector());
+    EXPECT_LE(relative_error(got.to(kF32), together.to(kF32)), 0x1p-7);
+  }
+}
+
 TEST_F(CudaFp8, AProductThatCannotBeIsAnErrorThatSaysWhy) {
   const auto q = [](const Shape& shape, DType format = kF8E4M3) {
     return kernels::quantize(randn(shape).detach().to(kGpu), {.format = format});

@@ -219,6 +219,28 @@ TEST(GemmKeys, AProductIsTriedOutInItsOwnResultUnlessItReadsThat) {
   EXPECT_FALSE(reads_result(p));
 }
 
+// No clock decides unless it is asked for.
+TEST(GemmKeys, FusedOrApartIsWhatTheTableSaysElseARule) {
+  using enum GemmEpilogue;
+  for (const GemmEpilogue e :
+       {kGelu, kGeluBias, kGeluGrad, kGeluGradBiasGrad, kBiasGradOfA, kBiasGradOfB}) {
+    GemmProblem p = plain();
+    p.epilogue = e;
+    const bool forward = e == kGelu || e == kGeluBias;
+    EXPECT_EQ(fused_by_rule(p), forward) << name_of(e);
+    for (const bool known : {false, true}) {
+      const std::optional<std::string> entry = known ? "fused" : "apart";
+      EXPECT_EQ(fused_without_measuring(GemmFusion::kByTable, p, entry), known);
+      EXPECT_EQ(fused_without_measuring(GemmFusion::kMeasured, p, entry), known);
+      EXPECT_EQ(fused_without_measuring(GemmFusion::kNever, p, entry), false);
+      EXPECT_EQ(fused_without_measuring(GemmFusion::kAlways, p, entry), true);
+    }
+    EXPECT_EQ(fused_without_measuring(GemmFusion::kByTable, p, {}), forward);
+    EXPECT_EQ(fused_without_measuring(GemmFusion::kMeasured, p, {}), std::nullopt);
+  }
+  EXPECT_EQ(GemmOptions{}.fusion, GemmFusion::kByTable);
+}
+
 TEST(GemmKeys, PartialSumsAreNotKeptInTheResultsDtype) {
   constexpr uint32_t kNone = 0, kInPlace = 1, kComputeType = 2, kOutputType = 4;
   EXPECT_TRUE(allows_reduction(kNone) && allows_reduction(kComputeType));
@@ -682,8 +704,11 @@ TEST_F(GemmOfOps, FusedProductsGiveWhatTheyGiveApart) {
     asked.clear();
     const auto apart = run(GemmFusion::kNever, bias);
     expect_asked(6, {{GemmEpilogue::kGeluBias, 0}, {GemmEpilogue::kBiasGradOfA, 0}});
-    const auto measured = run(GemmFusion::kMeasured, bias);  // nothing was measured
-    EXPECT_EQ(measured, apart);
+    asked.clear();
+    expect_near(run(GemmFusion::kByTable, bias), apart);  // there is no table: by rule
+    expect_asked(6, {{GemmEpilogue::kGeluBias, bias ? 1 : 0},
+                     {GemmEpilogue::kGelu, bias ? 0 : 1},
+                     {GemmEpilogue::kBiasGradOfA, 0}});
     asked.clear();
     const auto fused = run(GemmFusion::kAlways, bias);
     expect_asked(6,

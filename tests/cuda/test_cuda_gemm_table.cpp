@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/cuda/libraries/gemm_table.h>
 #include <tessera/core/error.h>
 
@@ -197,6 +198,37 @@ TEST_F(GemmTableFile, WhatCannotBeWrittenIsAnError) {
   GemmTable other(path());
   EXPECT_THROW(other.add("one", {"", 1}), ValueError);
   EXPECT_THROW(other.add("one", {"a", 0}), ValueError);
+}
+
+// ---- Of cards -----------------------------------------------------------------------------------
+
+// The products of GPT-2 124M as they are asked for, at the card's release of the library.
+TEST(ShippedTables, HaveTheProductsOfAStepOnCardsThatWereMeasured) {
+  alignas(256) static char memory[256];
+  const auto matrix = [&](bool transposed, int64_t leading) {
+    return GemmMatrix{kBF16, transposed, leading, 0, memory};
+  };
+  GemmProblem forward{.M = 65536, .N = 3072, .K = 768};
+  forward.a = matrix(false, 768);
+  forward.b = matrix(true, 768);
+  forward.d = forward.aux = matrix(false, 3072);
+  forward.epilogue = GemmEpilogue::kGeluBias;
+  forward.bias = memory;
+  forward.bias_dtype = kBF16;
+  GemmProblem weight{.M = 3072, .N = 768, .K = 65536};
+  weight.a = matrix(true, 3072);
+  weight.b = weight.d = matrix(false, 768);
+  const std::string card = "cublasLt 130100, NVIDIA H200, driver 13000, 128 MiB: ";
+  for (const GemmProblem& p : {forward, weight}) {
+    const auto entry = find_shipped(card + key_of(p));
+    ASSERT_TRUE(entry.has_value()) << key_of(p);
+    EXPECT_EQ(entry->bytes.size(), 64U);
+  }
+  EXPECT_EQ(find_shipped(card + "fused? " + key_of(forward))->bytes, "fused");
+  forward.N += 8;
+  EXPECT_FALSE(find_shipped(card + key_of(forward)).has_value());
+  EXPECT_FALSE(find_shipped("cublasLt 130100, NVIDIA H100: " + key_of(weight)).has_value());
+  EXPECT_GT(shipped_gemm_texts().size(), 0U);
 }
 
 // ---- The choice ---------------------------------------------------------------------------------

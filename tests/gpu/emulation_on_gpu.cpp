@@ -31,5 +31,6 @@ int64_t host_waits() { only_on_the_emulation("host_waits"); }
 CopiedBytes copied_beside(int) { only_on_the_emulation("copied_beside"); }
 int64_t launches_of(const std::string&) { only_on_the_emulation("launches_of"); }
 void set_gemm_model(GemmModel) { only_on_the_emulation("set_gemm_model"); }
+void set_gemm_lack(GemmLack) { only_on_the_emulation("set_gemm_lack"); }
 
 }  // namespace tessera::gpu::emulation

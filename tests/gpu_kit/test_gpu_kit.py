@@ -210,6 +210,9 @@ class KitTest(unittest.TestCase):
 
     # ---- Results
 
+    products = {f"cublasLt 130100, {card}, driver 13000, 128 MiB: m1": {"algorithm": "00", "microseconds": 1}
+                for card in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")}
+
     def results(self, **environment):
         folder = self.root / "results"
         folder.mkdir(exist_ok=True)
@@ -225,7 +228,7 @@ class KitTest(unittest.TestCase):
         (folder / "report.md").write_text("# GPU run\n")
         (folder / "rates.json").write_text(json.dumps(
             {"machine": {"bandwidth": 2.9e12, "gemm": {"bf16": 7.1e14}, "launch_gap": 1.1e-6}}))
-        (folder / "gemm.json").write_text(json.dumps({"format": "tessera gemm table 1", "entries": {"a": 1}}))
+        (folder / "gemm.json").write_text(json.dumps({"format": "tessera gemm table 1", "entries": self.products}))
         return folder
 
     def test_results_become_a_folder_rows_and_a_machine_file(self):
@@ -249,8 +252,25 @@ class KitTest(unittest.TestCase):
         self.assertTrue((home / "2026-12-01-h100-80gb-hbm3-2/results.jsonl").exists())
         self.pack()
         with tarfile.open(self.root / ".carry/gpu/kit.tar.xz") as tar:
-            self.assertEqual(json.load(tar.extractfile("./gemm.json"))["entries"], {"a": 1})
+            self.assertEqual(json.load(tar.extractfile("./gemm.json"))["entries"], self.products)
         self.assertEqual((self.root / "examples/price/machines/h100.json").read_bytes(), shipped)
+
+    def test_algorithms_of_products_become_a_table_of_each_card(self):
+        self.assertEqual(self.kit("take", self.results()), 0, self.printed)
+        folder = self.root / "core/cuda/libraries/tables"
+        for name, key in zip(("nvidia-h100-80gb-hbm3", "nvidia-h200"), self.products):
+            table = json.loads((folder / f"{name}.json").read_text())
+            self.assertEqual(table, {"format": "tessera gemm table 1", "entries": {key: self.products[key]}})
+        # The newest folder's algorithm stays, and keys of others do.
+        first, second = self.products
+        newer = {"algorithm": "01", "microseconds": 2}
+        results = self.results(date="2026-12-02T10:00:00Z")
+        (results / "gemm.json").write_text(json.dumps({"format": "tessera gemm table 1", "entries": {first: newer}}))
+        self.assertEqual(self.kit("take", results), 0, self.printed)
+        h100 = json.loads((folder / "nvidia-h100-80gb-hbm3.json").read_text())["entries"]
+        self.assertEqual(h100, {first: newer})
+        self.assertEqual(json.loads((folder / "nvidia-h200.json").read_text())["entries"],
+                         {second: self.products[second]})
 
     def test_what_is_no_result_is_refused(self):
         for change, reason in (({"rehearsal": True}, "is a rehearsal"), ({"cards": []}, "saw no card")):
@@ -263,6 +283,10 @@ class KitTest(unittest.TestCase):
             (folder / "rates.json").write_text(json.dumps({"machine": machine}))
             self.assertNotEqual(self.kit("take", folder), 0)
             self.assertIn(reason, self.printed)
+        folder = self.results()
+        (folder / "gemm.json").write_text('{"format": "tessera gemm table 1", "entries": {"a": 1}}')
+        self.assertNotEqual(self.kit("take", folder), 0)
+        self.assertIn("the key 'a' names no card", self.printed)
         self.assertEqual([path.name for path in (self.root / "docs/measurements/gpu").iterdir()], ["README.md"])
 
 

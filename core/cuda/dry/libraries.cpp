@@ -162,14 +162,11 @@ bool run_gemm(const GemmProblem& given) {
   return true;
 }
 
-// What measurements on an H200 say of 16 bits (docs/measurements/gpu/2026-11-27-h200, rates.json): GELU costs
-// less behind a product than as a pass over memory, its gradient takes longer than product and pass
-// together, and so do a bias's sums.
+// As where no table has the shape: by rule.
 bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>&) {
   if (!serves || !validate(problem).empty()) return false;
   const GemmFusion fusion = Context::current().slot<GemmOptions>().fusion;
-  return fusion == GemmFusion::kAlways ||
-         (fusion == GemmFusion::kMeasured && size_of(problem.a.dtype) == 2 && makes_gelu(problem));
+  return fused_without_measuring(fusion, problem, {}).value_or(fused_by_rule(problem));
 }
 
 std::string gemm_library() { return "requests for cuBLASLt are noted"; }

@@ -13,17 +13,21 @@ namespace tessera::gpu {
 namespace {
 
 std::atomic<emulation::GemmModel> the_model{nullptr};
+std::atomic<emulation::GemmLack> the_lack{nullptr};
 
 constexpr const char* kReason = "the emulation has no library of matrix products";
 
 }  // namespace
 
 void emulation::set_gemm_model(GemmModel model) { the_model = model; }
+void emulation::set_gemm_lack(GemmLack lack) { the_lack = lack; }
 
 bool run_gemm(const GemmProblem& given) {
   const emulation::GemmModel model = the_model;
+  const emulation::GemmLack lack = the_lack;
   const GemmProblem problem = fold_batch(given);
   if (model == nullptr || !validate(problem).empty()) return false;
+  if (lack != nullptr && lack(problem)) return false;
   const cudaStream_t stream = current_stream();
   if (times_launches()) note_request(describe(problem));
   finish_launch(
@@ -34,8 +38,9 @@ bool run_gemm(const GemmProblem& given) {
 }
 
 bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>&) {
-  return the_model != nullptr && validate(problem).empty() &&
-         Context::current().slot<GemmOptions>().fusion == GemmFusion::kAlways;
+  if (the_model == nullptr || !validate(problem).empty()) return false;
+  return fused_without_measuring(Context::current().slot<GemmOptions>().fusion, problem, {})
+      .value_or(fused_by_rule(problem));
 }
 
 std::string gemm_library() {

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 
 #include <tessera/core/dtype.h>
@@ -22,6 +23,7 @@
 
 namespace tessera::gpu {
 
+using tessera::GemmFusion;
 using tessera::GemmOptions;
 
 // What is done to v = alpha a b + beta c before it is stored. GELU is the tanh approximation.
@@ -159,6 +161,14 @@ GemmProblem rounded(GemmProblem problem);
 // Of the algorithm: describe(rounded(problem)).
 std::string key_of(const GemmProblem& problem);
 
+// Whether epilogues pay where nothing was measured: GELU does, the gradients of GELU and of a bias
+// do not. [Note: fused by rule]
+bool fused_by_rule(const GemmProblem& problem);
+// The answer of GemmOptions::fusion for a problem of which a table says `known` ("fused" or
+// "apart"), or nothing; none where it is to be measured.
+std::optional<bool> fused_without_measuring(GemmFusion fusion, const GemmProblem& problem,
+                                            const std::optional<std::string>& known);
+
 // Whether the product reads what lies in d, so that it may not be tried out there.
 bool reads_result(const GemmProblem& problem);
 
@@ -166,15 +176,15 @@ bool reads_result(const GemmProblem& problem);
 
 // Queues the product on the current stream and says true; or does nothing and says false, where
 // validate() has a reason or there is no library. Algorithms come from a table in a file
-// (gemm_table_of_environment()), to which new problems are measured and added, but within a
-// capture, which takes the library's first suggestion; so do all where there is no table. Throws
+// (process_gemm_table()) or that of the card (shipped_gemm_table()); others are measured and added to
+// the file, but within a capture, which takes the library's first suggestion; so do all where there is no table. Throws
 // CudaError.
 bool run_gemm(const GemmProblem& problem);
 
 // Whether to ask for a product with an epilogue, by the context's GemmOptions: false where
 // validate() has a reason or there is no library. For GemmFusion::kMeasured the product, the same
 // one without its epilogue and `rest`, which queues what would then be left to do, are measured
-// once, and the answer is kept in the table.
+// once where the table has no answer, and it is kept there.
 bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& rest);
 
 // "cuBLASLt 13.1.0", or why products run without it.

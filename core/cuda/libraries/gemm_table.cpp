@@ -54,13 +54,12 @@ template <class... Args>
            "; delete it, and it is measured anew");
 }
 
-std::map<std::string, GemmAlgorithm> read(const std::string& path) {
+// `path` is the name of the text.
+std::map<std::string, GemmAlgorithm> parse(const std::string& path, std::string_view text) {
   std::map<std::string, GemmAlgorithm> entries;
-  if (path.empty() || !std::filesystem::exists(path)) return entries;
   Json file;
   try {
-    const MappedFile bytes(path);
-    file = Json::parse(bytes.text());
+    file = Json::parse(text);
   } catch (const Json::exception& error) {
     refuse(path, error.what());
   }
@@ -81,6 +80,11 @@ std::map<std::string, GemmAlgorithm> read(const std::string& path) {
     entries[key] = {*bytes, microseconds};
   }
   return entries;
+}
+
+std::map<std::string, GemmAlgorithm> read(const std::string& path) {
+  if (path.empty() || !std::filesystem::exists(path)) return {};
+  return parse(path, MappedFile(path).text());
 }
 
 double steady_seconds() {
@@ -202,6 +206,18 @@ GemmTable* process_gemm_table() {
     return made;
   }();
   return the_table.get();
+}
+
+std::optional<GemmAlgorithm> find_shipped(const std::string& key) {
+  static const auto* const entries = [] {
+    auto* const all = new std::map<std::string, GemmAlgorithm>;
+    for (const std::string_view text : shipped_gemm_texts()) {
+      all->merge(parse("a table that lies in the program", text));
+    }
+    return all;
+  }();
+  const auto found = entries->find(key);
+  return found == entries->end() ? std::nullopt : std::optional(found->second);
 }
 
 std::optional<FastestCandidate> fastest_candidate(

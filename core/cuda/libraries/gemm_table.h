@@ -21,6 +21,8 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 namespace tessera::gpu {
 
@@ -71,6 +73,11 @@ std::unique_ptr<GemmTable> gemm_table_of_environment();
 // The same, made by the first call and written for the last time where the program exits; null where
 // the environment asks for none.
 GemmTable* process_gemm_table();
+
+// What was measured on cards and lies in the program (core/cuda/libraries/tables, which
+// scripts/gpu_kit.sh take writes): keys have the names of cards. Asked after the user's table.
+std::optional<GemmAlgorithm> find_shipped(const std::string& key);
+std::vector<std::string_view> shipped_gemm_texts();  // the files; generated
 
 // Runs candidates 0 to count - 1 in turn, `rounds` times after one turn that does not count, and
 // compares their medians. time(i) is the microseconds of one run, or nothing where the candidate

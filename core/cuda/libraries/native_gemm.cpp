@@ -269,6 +269,12 @@ Device current_gpu() {
   return cuda(index);
 }
 
+// What the user's table has, else that of the card.
+std::optional<GemmAlgorithm> find_known(const GemmTable& table, const std::string& key) {
+  std::optional<GemmAlgorithm> entry = table.find(key);
+  return entry ? entry : find_shipped(key);
+}
+
 void begin(DevicePlans& device) {
   if (device.handle != nullptr) return;
   int index = 0;
@@ -428,7 +434,7 @@ GemmKnowledge knowledge_of(const DevicePlans& device, const std::string& name) {
   GemmTable* const known = process_gemm_table();
   if (known == nullptr) return {};
   const std::string key = table_key(device, name);
-  GemmKnowledge knowledge{.find = [known, key] { return known->find(key); }};
+  GemmKnowledge knowledge{.find = [known, key] { return find_known(*known, key); }};
   // A capture cannot wait for what it measures.
   if (Capture::current() == nullptr) {
     knowledge.keep = [known, key](const GemmAlgorithm& fastest) { known->add(key, fastest); };
@@ -468,13 +474,9 @@ bool is_served(DevicePlans& device, const GemmProblem& problem, void* workspace)
 }  // namespace
 
 bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& rest) {
+  if (!library().reason.empty() || !validate(problem).empty()) return false;
   const GemmFusion fusion = Context::current().slot<GemmOptions>().fusion;
-  if (fusion == GemmFusion::kNever || !library().reason.empty() || !validate(problem).empty()) {
-    return false;
-  }
-  if (fusion == GemmFusion::kAlways) return true;
   GemmTable* const known = process_gemm_table();
-  if (known == nullptr) return false;
   const GemmProblem apart = without_epilogue(problem);
   DevicePlans& device = device_plans();
   std::optional<GemmAlgorithm> whole, product;
@@ -482,29 +484,30 @@ bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& re
   {
     const std::lock_guard lock(device.mutex);
     begin(device);
-    decision = table_key(device, "fused? " + key_of(problem));
-    if (const auto entry = known->find(decision)) return entry->bytes == "fused";
-    if (Capture::current() != nullptr) return false;
+    std::optional<std::string> entry;
+    if (known != nullptr && fusion != GemmFusion::kNever && fusion != GemmFusion::kAlways) {
+      decision = table_key(device, "fused? " + key_of(problem));
+      if (const auto found = find_known(*known, decision)) entry = found->bytes;
+    }
+    if (const auto answer = fused_without_measuring(fusion, problem, entry)) return *answer;
+    if (known == nullptr || Capture::current() != nullptr) return fused_by_rule(problem);
     const Tensor workspace = new_workspace(device);
     if (!is_served(device, problem, workspace.data())) return false;
     if (!is_served(device, apart, workspace.data())) return true;
-    whole = known->find(table_key(device, key_of(problem)));
-    product = known->find(table_key(device, key_of(apart)));
+    whole = find_known(*known, table_key(device, key_of(problem)));
+    product = find_known(*known, table_key(device, key_of(apart)));
   }
-  if (!whole || !product) return false;
+  if (!whole || !product) return fused_by_rule(problem);  // there was no memory to measure with
   const Stopwatch watch;
-  const double passes = fastest_candidate(1, kRounds,
-                                          [&](size_t) {
-                                            return watch.time([&] {
-                                              rest();
-                                              return true;
-                                            });
-                                          })
-                            .value_or(FastestCandidate{})
-                            .microseconds;
-  const bool wins = whole->microseconds < product->microseconds + passes;
-  known->add(decision, {wins ? "fused" : "apart",
-                        wins ? whole->microseconds : product->microseconds + passes});
+  const auto passes = fastest_candidate(1, kRounds, [&](size_t) {
+    return watch.time([&] {
+      rest();
+      return true;
+    });
+  });
+  const double together = product->microseconds + passes.value_or(FastestCandidate{}).microseconds;
+  const bool wins = whole->microseconds < together;
+  known->add(decision, {wins ? "fused" : "apart", wins ? whole->microseconds : together});
   return wins;
 }
 

@@ -90,14 +90,20 @@ Tensor fp8_matmul_cuda(const Fp8Operand& a, const Fp8Operand& b, DType dtype,
   problem.fast_accumulation =
       product.fast_accumulation &&
       (problem.a_scaling == GemmScale::kTensor || problem.a_scaling == GemmScale::kOuter);
-  const bool with_bias = product.bias.defined() && dtype != kF32;  // there is no f32 bias
+  bool with_bias = product.bias.defined() && dtype != kF32;  // there is no f32 bias
   const Tensor bias = with_bias ? contiguous(product.bias) : Tensor();
   if (with_bias) {
     problem.epilogue = gpu::GemmEpilogue::kBias;
     problem.bias = bias.data();
     problem.bias_dtype = bias.dtype();
   }
-  if (!run_counted(problem)) {
+  bool ran = run_counted(problem);
+  if (!ran && with_bias) {  // scales of tiles have few algorithms with a bias, or none
+    with_bias = false;
+    problem = without_epilogue(problem);
+    ran = run_counted(problem);
+  }
+  if (!ran) {
     const std::string reason = gpu::validate(problem);
     TS_THROW(UnsupportedError, kProduct,
              "products of fp8 run by cuBLASLt on a GPU of compute capability 8.9 or more (9.0 "
