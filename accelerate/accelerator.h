@@ -231,12 +231,12 @@ class Accelerator : public ProcessControl {
   AcceleratorScope no_sync(nn::ModuleBase& model);
   AcceleratorScope trigger_sync_in_backward(nn::ModuleBase& model);
   // At the boundary: clips and returns the norm before, f64, one element: of the true, reduced
-  // gradients of any subset of parameters. Where they are all that a prepared optimizer has
-  // gradients of, its next step applies the factor as it reads them: no pass over the gradients,
-  // which keep their values until then, and on a GPU the host waits for nothing but a norm that it
-  // reads. Elsewhere nothing is clipped, and the norm is that of the last boundary (NaN before the
-  // first, and where no prepared model has the first parameter), so that a program may log it in
-  // every micro-batch.
+  // gradients of any subset of parameters. Where they are all that one prepared optimizer or
+  // several have gradients of, the next step of each applies the factor as it reads them: no pass
+  // over the gradients, which keep their values until then, and on a GPU the host waits for nothing
+  // but a norm that it reads. Off the boundary nothing is clipped, and the norm is that of the last
+  // boundary (NaN before the first, and where no prepared model has the first parameter), so that a
+  // program may log it in every micro-batch.
   Tensor clip_grad_norm(const TensorList& parameters, double max_norm, double norm_type = 2);
   void clip_grad_value(const TensorList& parameters, double limit);
 

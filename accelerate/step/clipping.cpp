@@ -29,35 +29,52 @@ bool Clipping::is_at_boundary(const TensorList& parameters) const {
   return known || prepared_.sync_gradients;
 }
 
-// The prepared optimizer that has exactly these gradients: what scales its next step scales nothing
-// else.
-OptimizerRecord* Clipping::owner_of(const TensorList& parameters) const {
-  std::unordered_set<const TensorImpl*> given;
+// The prepared optimizers that have exactly these gradients, each one once: what scales their next
+// steps scales nothing else. None where there are no such optimizers.
+Clipping::Owners Clipping::owners_of(const TensorList& parameters) const {
+  std::unordered_set<const TensorImpl*> left;
   for (const Tensor& parameter : parameters) {
-    if (parameter.grad().defined()) given.insert(parameter.impl());
+    if (parameter.grad().defined()) left.insert(parameter.impl());
   }
-  if (given.empty()) return nullptr;
+  Owners owners;
   for (const auto& record : prepared_.optimizers) {
-    size_t own = 0;
-    const bool all = std::ranges::all_of(record->parameters, [&](const NamedTensor& named) {
-      if (!named.tensor.grad().defined()) return true;
-      ++own;
-      return given.contains(named.tensor.impl());
-    });
-    if (all && own == given.size()) return record.get();
+    TensorList own;
+    for (const auto& [name, parameter] : record->parameters) {
+      if (parameter.grad().defined()) own.push_back(parameter);
+    }
+    const auto is_left = [&](const Tensor& parameter) { return left.contains(parameter.impl()); };
+    if (own.empty() || !std::ranges::all_of(own, is_left)) continue;
+    for (const Tensor& parameter : own) left.erase(parameter.impl());
+    owners.push_back(record.get());
   }
-  return nullptr;
+  return left.empty() ? owners : Owners();
 }
 
-Tensor Clipping::fold(OptimizerRecord& owner, const TensorList& parameters, double max_norm,
+// Whether their next steps multiply by the same so far. A program may have told one of them a
+// factor of its own, and then one for all cannot take its place.
+bool Clipping::share_a_factor(const Owners& owners) {
+  const auto told = [](const OptimizerRecord* owner) {
+    return std::pair{owner->optimizer->next_step().data_as<double>()[0],
+                     owner->optimizer->next_step_factor().impl()};
+  };
+  if (owners.size() == 1) return true;
+  for (OptimizerRecord* owner : owners) loss_scaling_.unscale(*owner->optimizer);
+  return std::ranges::all_of(
+      owners, [&](const OptimizerRecord* owner) { return told(owner) == told(owners.front()); });
+}
+
+Tensor Clipping::fold(const Owners& owners, const TensorList& parameters, double max_norm,
                       double norm_type) {
-  optim::Optimizer& optimizer = *owner.optimizer;
-  loss_scaling_.unscale(optimizer);
-  if (!owner.clip) {
-    owner.clip = {optimizer.next_step().data_as<double>()[0], optimizer.next_step_factor()};
+  optim::ClipOptions options{.norm_type = norm_type, .fold_into = owners.front()->optimizer};
+  for (OptimizerRecord* owner : owners) {
+    optim::Optimizer& optimizer = *owner->optimizer;
+    loss_scaling_.unscale(optimizer);
+    if (!owner->clip) {
+      owner->clip = {optimizer.next_step().data_as<double>()[0], optimizer.next_step_factor()};
+    }
+    if (owner != owners.front()) options.fold_into_others.push_back(&optimizer);
   }
-  return optim::clip_grad_norm(parameters, max_norm,
-                               {.norm_type = norm_type, .fold_into = &optimizer});
+  return optim::clip_grad_norm(parameters, max_norm, options);
 }
 
 // As a program that clips all parameters of the optimizer before its step. Where it has none with a
@@ -71,7 +88,8 @@ void Clipping::before_step(OptimizerRecord& record, bool clipped) {
     parameters.push_back(tensor);
   }
   if (any) {
-    loss_scaling_.note_norm(parameters, fold(record, parameters, settings_.gradient_clipping, 2));
+    loss_scaling_.note_norm(parameters,
+                            fold({&record}, parameters, settings_.gradient_clipping, 2));
   }
   record.clip.reset();  // the step takes it
 }
@@ -118,13 +136,13 @@ Tensor Clipping::clip_norm(const TensorList& parameters, double max_norm, double
     return scalar_tensor(std::numeric_limits<double>::quiet_NaN(), kF64);
   }
   Tensor norm;
-  if (OptimizerRecord* owner = owner_of(parameters)) {
+  if (const Owners owners = owners_of(parameters); !owners.empty() && share_a_factor(owners)) {
     const double limit = settings_.gradient_clipping;
-    if (limit > 0 && norm_type == 2) {
+    if (limit > 0 && norm_type == 2 && owners.size() == 1) {
       max_norm = std::min(max_norm, limit);
-      owner->clipped = true;
+      owners.front()->clipped = true;
     }
-    norm = fold(*owner, parameters, max_norm, norm_type);
+    norm = fold(owners, parameters, max_norm, norm_type);
   } else {
     apply();
     norm = optim::clip_grad_norm(

@@ -1,10 +1,12 @@
 // Clipping of the gradients of prepared models: clip_grad_norm() and clip_grad_value() of the
 // Accelerator, and the setting gradient_clipping.
 //
-// Where the parameters are all that a prepared optimizer has gradients of, the factor goes into its
-// next step, which applies it as it reads the gradients; where no step comes, the gradients are
-// multiplied before more is added to them (apply()).
+// Where the parameters are all that prepared optimizers have gradients of, the factor goes into
+// their next steps, which apply it as they read the gradients; where no step comes, the gradients
+// are multiplied before more is added to them (apply()).
 #pragma once
+
+#include <vector>
 
 #include <tessera/accelerate/settings/settings.h>
 #include <tessera/accelerate/step/loss_scaling.h>
@@ -35,8 +37,10 @@ class Clipping {
 
  private:
   bool is_at_boundary(const TensorList& parameters) const;
-  OptimizerRecord* owner_of(const TensorList& parameters) const;
-  Tensor fold(OptimizerRecord& owner, const TensorList& parameters, double max_norm,
+  using Owners = std::vector<OptimizerRecord*>;
+  Owners owners_of(const TensorList& parameters) const;
+  bool share_a_factor(const Owners& owners);
+  Tensor fold(const Owners& owners, const TensorList& parameters, double max_norm,
               double norm_type);
   static void apply(OptimizerRecord& record);
   Tensor keep_norm(ModelRecord& holder, const Tensor& first, const Tensor& norm) const;

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <limits>
 
 #include <tessera/optim/muon.h>
 
@@ -124,6 +125,101 @@ TEST(AcceleratorMuon, ACheckpointGoesOnInAnotherModeAndOnOtherRanks) {
   EXPECT_TRUE(rest.values == expected.values);
   EXPECT_EQ(rest.muon_lr, expected.muon_lr);
   std::filesystem::remove_all(folder);
+}
+
+// ---- One norm for two optimizers ---------------------------------------------------------------
+
+// Gradients are 0.75 and 1, whatever the parameters are: their norm is 1.25, and half of it is
+// left.
+struct Halves {
+  explicit Halves(std::optional<Precision> precision = {})
+      : accelerator(
+            {.mixed_precision = precision, .loss_scale = {.init_scale = 1024}, .config_file = ""}),
+        of_a({{"a", model.a}}, {.lr = 1}),
+        of_b({{"b", model.b}}, {.lr = 1}) {
+    accelerator.prepare(model, of_a, of_b);
+  }
+  void backward() {
+    const auto micro = accelerator.accumulate(model);
+    accelerator.backward(model(full({1}, 0.75)));
+  }
+  void clip() {
+    const double norm = accelerator.clip_grad_norm(model.parameters(), 0.625).item();
+    EXPECT_NEAR(norm, 1.25, 1.25 * kEps);
+  }
+  static void expect(const Tensor& value, double expected) {
+    EXPECT_NEAR(value.item(), expected, 4e-6 * std::abs(expected));  // clipping divides by + 1e-6
+  }
+  // f16 holds all of these numbers.
+  static constexpr double kEps = std::numeric_limits<float>::epsilon();
+  Accelerator accelerator;
+  Regression model;
+  optim::SGD of_a, of_b;
+};
+
+constexpr Precision kBoth[] = {Precision::kNo, Precision::kFP16};
+
+TEST(AcceleratorTwoOptimizers, EachPutsTheCommonFactorOnAsItSteps) {
+  for (const Precision precision : kBoth) {
+    Halves halves(precision);
+    for (int step = 1; step <= 3; ++step) {
+      halves.backward();
+      const double a = halves.model.a.grad().item(), b = halves.model.b.grad().item();
+      halves.clip();
+      EXPECT_EQ(halves.model.a.grad().item(), a) << "no pass over the gradients";
+      EXPECT_EQ(halves.model.b.grad().item(), b);
+      halves.of_a.step(), halves.of_b.step();
+      halves.of_a.zero_grad(), halves.of_b.zero_grad();
+      Halves::expect(halves.model.a, -0.375 * step);
+      Halves::expect(halves.model.b, -0.5 * step);
+    }
+  }
+}
+
+TEST(AcceleratorTwoOptimizers, AFactorThatOneDoesNotTakeIsOnItsGradientsInTheNextBackward) {
+  Halves halves;
+  halves.backward();
+  halves.clip();
+  halves.of_a.step(), halves.of_a.zero_grad();
+  halves.backward();
+  Halves::expect(halves.model.a, -0.375);
+  Halves::expect(halves.model.a.grad(), 0.75);
+  Halves::expect(halves.model.b.grad(), 1.5);
+  halves.of_b.step();
+  Halves::expect(halves.model.b, -1.5);
+}
+
+TEST(AcceleratorTwoOptimizers, ClippedTwiceHaveBothFactors) {
+  Halves halves;
+  halves.backward();
+  halves.clip();
+  const Tensor norm = halves.accelerator.clip_grad_norm(halves.model.parameters(), 0.3125);
+  Halves::expect(norm, 0.625);
+  halves.of_a.step(), halves.of_b.step();
+  Halves::expect(halves.model.a, -0.1875);
+  Halves::expect(halves.model.b, -0.25);
+}
+
+TEST(AcceleratorTwoOptimizers, AFactorOfTheProgramsForOneStaysItsOwn) {
+  Halves halves;
+  halves.backward();
+  halves.of_a.scale_next_step(2);
+  halves.clip();
+  halves.of_a.step(), halves.of_b.step();
+  Halves::expect(halves.model.a, -0.75);
+  Halves::expect(halves.model.b, -0.5);
+}
+
+TEST(AcceleratorTwoOptimizers, WhatNoOptimizerHasIsClippedToo) {
+  Halves halves;
+  optim::SGD all(halves.model.named_parameters(), {.lr = 1});  // that nobody has prepared
+  halves.accelerator.free_memory();
+  halves.accelerator.prepare(halves.model, halves.of_a);
+  halves.backward();
+  halves.clip();
+  all.step();
+  Halves::expect(halves.model.a, -0.375);
+  Halves::expect(halves.model.b, -0.5);
 }
 
 }  // namespace
