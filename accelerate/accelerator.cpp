@@ -12,6 +12,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/gemm_options.h>
+#include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/random.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/data/dataloader.h>
@@ -129,7 +130,8 @@ void Accelerator::let_go() {
 
 // ---- Random numbers ----------------------------------------------------------------------------
 
-void Accelerator::set_seed(uint64_t seed, bool device_specific) {
+void Accelerator::set_seed(uint64_t seed, bool device_specific, bool deterministic) {
+  if (deterministic) Context::current().slot<kernels::AttentionPolicy>().deterministic = true;
   if (device_specific) {
     // Not seed + rank, by which runs with neighbouring seeds would share numbers.
     const auto mixed = philox4x32(seed, static_cast<uint64_t>(process_index()), 0);

@@ -273,8 +273,10 @@ class Accelerator : public ProcessControl {
   // ---- Random numbers
 
   // Seeds this Context and the streams of prepared models. device_specific: every rank gets a seed
-  // of its own, mixed from seed and rank.
-  void set_seed(uint64_t seed, bool device_specific = false);
+  // of its own, mixed from seed and rank. deterministic: what has other bits in each run by itself,
+  // gradients of attention on a GPU, has the same ones in this Context from here on, and is slower;
+  // false leaves it as it is.
+  void set_seed(uint64_t seed, bool device_specific = false, bool deterministic = false);
   // Rank 0's seed and position become everybody's. Collective.
   void synchronize_rng_states(const SourceLocation& where = SourceLocation::current());
 

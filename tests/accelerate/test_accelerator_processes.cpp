@@ -16,8 +16,10 @@
 #include <tessera/accelerate/batch_size.h>
 #include <tessera/accelerate/logging.h>
 #include <tessera/accelerate/process/process_control.h>
+#include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/memory/allocator.h>
 
 namespace tessera::test_accelerator_processes {
@@ -289,6 +291,18 @@ TEST(Accelerator, ASeedIsEverybodysUnlessItIsDeviceSpecific) {
     const auto next = distributed::all_gather_objects(accelerator.world(), random_state().seed);
     EXPECT_NE(next[0], seeds[1]);
   });
+}
+
+TEST(Accelerator, ASeedMakesAttentionDeterministicWhereItIsAskedTo) {
+  bool& deterministic = Context::current().slot<kernels::AttentionPolicy>().deterministic;
+  const ScopedValue restored(deterministic, false);
+  Accelerator accelerator;
+  accelerator.set_seed(7);
+  EXPECT_FALSE(deterministic);
+  accelerator.set_seed(7, false, true);
+  EXPECT_TRUE(deterministic);
+  accelerator.set_seed(7);
+  EXPECT_TRUE(deterministic) << "another seed leaves it as it is";
 }
 
 // ---- Logging -----------------------------------------------------------------------------------
