@@ -172,7 +172,7 @@ tessera_library(shard DEPENDS tessera_distributed SOURCES ${shard_sources})
 tessera_library(checkpoint DEPENDS tessera_distributed SOURCES ${checkpoint_sources})
 target_include_directories(tessera_checkpoint SYSTEM PRIVATE ${TESSERA_XXHASH_INCLUDE})
 # The frame of a program and its rank's control: all that a program takes from the facade which
-# writes its loop itself. The quickstart builds this and not the rest of the folder.
+# writes its loop itself.
 tessera_library(process DEPENDS tessera_distributed
   SOURCES accelerate/process/process_control.cpp accelerate/process/rank_device.cpp accelerate/process/run.cpp)
 tessera_floor(accelerate DEPENDS tessera_lora tessera_models tessera_process tessera_shard tessera_checkpoint tessera_data

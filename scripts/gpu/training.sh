@@ -31,10 +31,7 @@ other=()
 [[ $what != graph ]] || other=(--graph)
 run once "$@" --device cuda --deterministic --save "$folder/once"
 run again "$@" --device cuda --deterministic "${other[@]}" --save "$folder/again"
-files=0
-for file in "$folder"/once/*.safetensors; do
-  cmp "$file" "$folder/again/${file##*/}"
-  echo "equal: ${file##*/}"
-  files=$((files + 1))
+for file in model.safetensors training/rank-0-0.bin; do
+  cmp "$folder/once/$file" "$folder/again/$file"
+  echo "equal: $file"
 done
-[[ $files -gt 0 ]]

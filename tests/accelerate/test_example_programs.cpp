@@ -120,8 +120,7 @@ TEST_F(Programs, ARowOfTheLogTellsEverythingOfAStep) {
     EXPECT_EQ(row.at("peak_bytes_by_rank"), Json({row.at("peak_bytes")}));
   }
   EXPECT_LT(log.back().at("val_loss"), log[kHalf - 1].at("val_loss"));
-  EXPECT_EQ(entries("model"), (Words{"config.json", "model.safetensors", "training-8.json",
-                                     "training-8.safetensors"}));
+  EXPECT_EQ(entries("model"), (Words{"config.json", "model.safetensors", "training"}));
 }
 
 TEST_F(Programs, AResumedTrainingWithoutSaveWritesNothingBack) {
@@ -147,6 +146,41 @@ TEST_F(Programs, AResumedTrainingRepeatsTheDigitsOfAnUninterruptedOne) {
   EXPECT_EQ(digits(rows("log.jsonl")), digits(rows("whole.jsonl")));
   EXPECT_TRUE(folder_.read("model/model.safetensors") == folder_.read("whole/model.safetensors"));
   EXPECT_EQ(entries("model"), entries("whole"));
+}
+
+TEST_F(Programs, ASignalSavesWhatATrainingThenGoesOnFrom) {
+  for (const int signal : {SIGINT, SIGTERM}) {
+    SCOPED_TRACE(signal);
+    fs::remove_all(path("model"));
+    fs::remove(path("log.jsonl"));
+    bool sent = false;
+    const auto stopped = run_process(
+        small({"--save", path("model"), "--log", path("log.jsonl"), "--steps", "1000000",
+               "--eval-every", "0", "--dropout", "0.1"}),
+        {}, [&](pid_t pid, const std::string&) {
+          if (sent || !fs::exists(path("log.jsonl")) || fs::file_size(path("log.jsonl")) == 0)
+            return;
+          sent = ::kill(pid, signal) == 0;
+        });
+    ASSERT_EQ(stopped.code(), 0) << stopped;
+    ASSERT_TRUE(sent);
+    const int64_t step = rows("log.jsonl").back().at("step");
+    ASSERT_LT(step, 1000000);
+    const std::string end = std::to_string(step + 2);
+    const auto resumed = run_process({TESSERA_GPT2_TRAIN, "--resume", path("model"), "--save",
+                                      path("model"), "--stop-at", end, "--log", path("log.jsonl")});
+    ASSERT_EQ(resumed.code(), 0) << resumed;
+    const auto whole =
+        run_process(small({"--save", path("whole"), "--steps", "1000000", "--stop-at", end,
+                           "--eval-every", "0", "--dropout", "0.1"}));
+    ASSERT_EQ(whole.code(), 0) << whole;
+    EXPECT_EQ(rows("log.jsonl").size(), static_cast<size_t>(step + 2));
+    for (const char* file : {"/model.safetensors", "/training/rank-0-0.bin"}) {
+      EXPECT_TRUE(folder_.read("model" + std::string(file)) ==
+                  folder_.read("whole" + std::string(file)))
+          << file;
+    }
+  }
 }
 
 TEST_F(Programs, ASavedModelIsGeneratedFromAndBegunWith) {
@@ -211,7 +245,8 @@ TEST_F(Programs, AGpuThatIsNotThereIsRefusedWithTheRemedy) {
   const auto trained = run_process(small({"--device", missing, "--save", path("model")}));
   expect_refusal(trained, reason);
   EXPECT_FALSE(fs::exists(path("model")));
-  expect_refusal(run_process(small({"--device", "tpu"})), "--device is cpu, cuda or cuda:N");
+  expect_refusal(run_process(small({"--device", "tpu"})), "device (code) is cpu, cuda or cuda:N");
+  expect_refusal(run_process(small({"--graph"})), "give --device cuda");
   ASSERT_EQ(run_process(small({"--save", path("model"), "--steps", "1"})).code(), 0);
   expect_refusal(run_process(generate(path("model"), {"--device", missing})), reason);
 }
@@ -256,6 +291,27 @@ TEST_F(Programs, ADeviceTrainsSavesResumesAndGeneratesAsTheCpuDoes) {
   EXPECT_EQ(there.output, here.output);
 }
 
+TEST_F(Programs, GraphsTrainToTheSameBitsWithEitherOptimizer) {
+  for (const char* optimizer : {"adamw", "muon"}) {
+    SCOPED_TRACE(optimizer);
+    for (const bool graph : {false, true}) {
+      Words words = small({"--save", path(graph ? "graph" : "step"), "--optimizer", optimizer,
+                           "--steps", "6", "--width", "8", "--context", "4", "--dropout", "0.1",
+                           "--eval-every", "0", "--device", "cuda", "--deterministic"});
+      words[0] = TESSERA_GPT2_TRAIN_EMULATED;
+      if (graph) words.emplace_back("--graph");
+      folder_.write("text", folder_.read("text").substr(0, 300));
+      const auto process = run_process(words);
+      ASSERT_EQ(process.code(), 0) << process;
+    }
+    for (const char* file : {"/model.safetensors", "/training/rank-0-0.bin"}) {
+      EXPECT_TRUE(folder_.read("graph" + std::string(file)) ==
+                  folder_.read("step" + std::string(file)))
+          << file;
+    }
+  }
+}
+
 // Before the ranks meet: one of them has no GPU, or all are to have the same.
 TEST_F(Programs, RanksWithoutAGpuEachAreRefused) {
   const auto second_of_two = [&](const std::string& device) {
@@ -272,7 +328,7 @@ TEST_F(Programs, RanksWithoutAGpuEachAreRefused) {
   };
   expect_refusal(second_of_two("cuda"),
                  "rank 1 is number 1 of its node, which has 1 GPU; start fewer ranks there");
-  expect_refusal(second_of_two("cuda:0"), "--device names cuda:0 and this node has 2 ranks");
+  expect_refusal(second_of_two("cuda:0"), "device (code) names cuda:0 and this node has 2 ranks");
 }
 #endif
 
@@ -320,22 +376,27 @@ TEST_F(Programs, ABadFolderToResumeFromIsNamed) {
   expect_refusal(
       run_process({TESSERA_GPT2_TRAIN, "--resume", path("model"), "--init-from", path("model")}),
       "exclude each other");
-  const std::string state = path("model/training-1.safetensors");
+  const std::string options = folder_.read("model/training/options.json");
+  folder_.write("model/training/options.json", options + "\n");
+  expect_refusal(resume(), "options.json");  // not as it was saved
+  folder_.write("model/training/options.json", "{\"data\": 1}");
+  expect_refusal(resume(), "the field 'data' does not fit");
+  folder_.write("model/training/options.json", "{");
+  expect_refusal(resume(), "is not JSON");
+  folder_.write("model/training/options.json", options);
+  EXPECT_EQ(resume().code(), 0);
+  const std::string state = path("model/training/rank-0-0.bin");
   fs::resize_file(state, fs::file_size(state) - 8);
   expect_refusal(resume(), state);
   fs::remove(state);
   expect_refusal(resume(), state);
-  folder_.write("model/training-1.json", "{\"data\": 1}");
-  expect_refusal(resume(), "the field 'data' does not fit");
-  folder_.write("model/training-1.json", "{");
-  expect_refusal(resume(), "is not JSON");
 
-  // A folder of another program: weights, but no step.
-  const std::string model = path("model/model.safetensors");
-  save_safetensors(model, load_safetensors(model), {{"format", "pt"}});
-  expect_refusal(resume(), "names no step");
-  save_safetensors(model, load_safetensors(model), {{"step", "../1"}});
-  expect_refusal(resume(), "names no step");
+  // A folder of another program, or of an earlier version of this one.
+  fs::remove_all(path("model/training"));
+  expect_refusal(resume(), "--resume needs a folder that train saved");
+  folder_.write("model/training-1.json", "{}");
+  expect_refusal(resume(), "earlier versions");
+  expect_refusal(resume(), "--init-from");
 }
 
 TEST_F(Programs, AFolderThatCannotBeWrittenIsRefusedBeforeTheFirstStep) {
