@@ -8,7 +8,7 @@
 
 namespace tessera::distributed {
 
-FlatLayout FlatLayout::even_chunk(std::span<const Shape> shapes, int shards) {
+FlatLayout FlatLayout::even_chunk(std::span<const Shape> shapes, int shards, int64_t alignment) {
   TS_CHECK(shards >= 1, "FlatLayout", "needs at least one shard; got ", shards);
   FlatLayout layout;
   layout.shards_ = shards;
@@ -17,8 +17,9 @@ FlatLayout FlatLayout::even_chunk(std::span<const Shape> shapes, int shards) {
     const int64_t rows = shape.empty() ? 1 : shape[0];
     const int64_t row_numel = shape.empty() ? 1 : numel_of(shape.slice(1, shape.size()));
     const int64_t chunk = (rows + shards - 1) / shards;
-    layout.parts_.push_back({shape, rows, row_numel, chunk, layout.shard_numel_});
-    layout.shard_numel_ += chunk * row_numel;
+    const int64_t room = aligned_to(chunk * row_numel, alignment);
+    layout.parts_.push_back({shape, rows, row_numel, chunk, layout.shard_numel_, room});
+    layout.shard_numel_ += room;
   }
   return layout;
 }

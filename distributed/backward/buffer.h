@@ -1,14 +1,31 @@
 // Flat buffers: many tensors of one dtype in one piece of memory, whole or as this rank's shard.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <span>
 #include <vector>
 
+#include <tessera/core/dtype.h>
 #include <tessera/core/memory/allocator.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera::distributed {
+
+// A tensor in a flat buffer begins at a multiple of 16 bytes, whatever lies before it: a GPU moves
+// 16 bytes at once, and matrix products expect their operands so. What fills up is 0, so that
+// reductions of whole buffers are those of the tensors; whoever reads tensors never sees it.
+//
+// In elements, of a buffer whose parts lie in any of these dtypes at the same places.
+inline int64_t alignment_of(std::initializer_list<DType> dtypes) {
+  int64_t smallest = 16;
+  for (const DType dtype : dtypes) smallest = std::min<int64_t>(smallest, size_of(dtype));
+  return 16 / smallest;
+}
+inline int64_t aligned_to(int64_t count, int64_t alignment) {
+  return (count + alignment - 1) / alignment * alignment;
+}
 
 // Where the rows of several tensors lie when they are cut along dimension 0 into `shards` parts:
 // geometry only, known on every rank without communication.
@@ -17,7 +34,7 @@ namespace tessera::distributed {
 // each shard, less or none to the last ones; a shard's local buffer holds its parts one behind the
 // other, with the room of ceil(R / shards) rows for each, so that all shards are of one size and
 // one collective moves them all. A gathered buffer is the shards' local buffers in order. With one
-// shard nothing is cut and nothing padded. A scalar is one row.
+// shard nothing is cut. A room is a multiple of `alignment` elements. A scalar is one row.
 class FlatLayout {
  public:
   struct Rows {
@@ -32,7 +49,7 @@ class FlatLayout {
 
   FlatLayout() = default;
   // Throws ValueError for less than one shard.
-  static FlatLayout even_chunk(std::span<const Shape> shapes, int shards);
+  static FlatLayout even_chunk(std::span<const Shape> shapes, int shards, int64_t alignment);
 
   size_t size() const { return parts_.size(); }
   int shards() const { return shards_; }
@@ -41,13 +58,14 @@ class FlatLayout {
 
   Rows rows(size_t tensor, int shard) const;          // of dimension 0, that the shard holds
   Slice local_slice(size_t tensor, int shard) const;  // in the shard's local buffer
+  int64_t room(size_t tensor) const { return parts_[tensor].room; }  // there, padding included
   Shape local_shape(size_t tensor, int shard) const;
 
  private:
   struct Part {
     Shape shape;
     int64_t rows, row_numel, chunk;  // chunk: rows for each shard
-    int64_t offset;                  // in a local buffer
+    int64_t offset, room;            // in a local buffer
   };
   std::vector<Part> parts_;
   int shards_ = 1;

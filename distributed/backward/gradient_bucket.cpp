@@ -9,11 +9,12 @@
 namespace tessera::distributed {
 namespace {
 
-FlatLayout layout_of(const std::vector<size_t>& members, const std::vector<ManagedParam>& params) {
+FlatLayout layout_of(const std::vector<size_t>& members, const std::vector<ManagedParam>& params,
+                     DType dtype) {
   std::vector<Shape> shapes;
   shapes.reserve(members.size());
   for (const size_t member : members) shapes.push_back(params[member].tensor.shape());
-  return FlatLayout::even_chunk(shapes, 1);
+  return FlatLayout::even_chunk(shapes, 1, alignment_of({dtype}));
 }
 
 }  // namespace
@@ -28,11 +29,13 @@ GradientBucket::GradientBucket(int index, std::vector<size_t> members,
       tag_("bucket " + std::to_string(index)),
       gradients_are_views_(gradients_are_views) {
   const Tensor& first = param(0).tensor;
-  gradients_ = FlatBuffer(layout_of(members_, params), 0, gradient_dtype_of(first, gradient_dtype),
-                          first.device(), MemoryCategory::kGradient);
+  const DType dtype = gradient_dtype_of(first, gradient_dtype);
+  gradients_ = FlatBuffer(layout_of(members_, params, dtype), 0, dtype, first.device(),
+                          MemoryCategory::kGradient);
   views_.reserve(size());
   for (size_t slot = 0; slot < size(); ++slot) {
     const Tensor& tensor = param(slot).tensor;
+    numel_ += tensor.numel();
     const bool dense = is_dense(tensor.shape(), tensor.strides());
     views_.push_back(
         dense && !tensor.is_contiguous()

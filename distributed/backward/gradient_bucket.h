@@ -35,11 +35,12 @@ class GradientBucket {
   size_t size() const { return members_.size(); }
   std::span<const size_t> members() const { return members_; }
   const ManagedParam& param(size_t slot) const { return (*params_)[members_[slot]]; }
-  // The gradients one behind the other, and each one's part with the parameter's shape (and its
-  // strides, where they are dense).
+  // The gradients one behind the other, each at a multiple of 16 bytes with zeros between them, and
+  // each one's part with the parameter's shape (and its strides, where they are dense).
   const Tensor& gradients() const { return gradients_.flat(); }
   const Tensor& gradient(size_t slot) const { return views_[slot]; }
-  int64_t bytes() const { return gradients_.bytes(); }
+  int64_t numel() const { return numel_; }              // of the gradients alone
+  int64_t bytes() const { return gradients_.bytes(); }  // of all that a reduction sends
 
   // ---- One backward
   // `changes`: requires_grad_changes.h.
@@ -74,6 +75,7 @@ class GradientBucket {
   bool gradients_are_views_;
   FlatBuffer gradients_;
   std::vector<Tensor> views_;
+  int64_t numel_ = 0;
   size_t pending_ = 0;
   bool launched_ = false;
 };

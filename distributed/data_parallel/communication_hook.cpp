@@ -146,17 +146,21 @@ Tensor matrix_in(const Tensor& flat, int64_t offset, int64_t rows, int64_t colum
   return raw::as_strided(flat, {rows, columns}, {columns, 1}, flat.offset() + offset);
 }
 
-// The part of a flat tensor that lies as a gradient does in the bucket's.
-Tensor part_in(const Tensor& flat, const GradientBucket& bucket, size_t slot) {
-  const Tensor& gradient = bucket.gradient(slot);
-  return raw::as_strided(flat, gradient.shape(), gradient.strides(),
-                         flat.offset() + gradient.offset() - bucket.gradients().offset());
+// Calls f(slot, part) for each gradient: the parts lie in a flat tensor one behind the other,
+// without what is between the gradients in the bucket.
+template <class F>
+void for_parts_in(const Tensor& flat, const GradientBucket& bucket, const F& f) {
+  int64_t offset = flat.offset();
+  for (size_t slot = 0; slot < bucket.size(); ++slot) {
+    const Tensor& gradient = bucket.gradient(slot);
+    f(slot, raw::as_strided(flat, gradient.shape(), gradient.strides(), offset));
+    offset += gradient.numel();
+  }
 }
 
 // Of what fills a batched bucket up, behind its gradients.
 Tensor padding_in(const Tensor& flat, const GradientBucket& bucket) {
-  const int64_t numel = bucket.gradients().numel();
-  return raw::narrow(flat, 0, numel, flat.numel() - numel);
+  return raw::narrow(flat, 0, bucket.numel(), flat.numel() - bucket.numel());
 }
 
 uint64_t hash_of(std::string_view text) {  // FNV-1a
@@ -201,7 +205,7 @@ std::optional<PowerSgdHook::Matrix> PowerSgdHook::matrix(const GradientBucket& b
 }
 
 std::vector<PowerSgdHook::Matrix> PowerSgdHook::matrices(const GradientBucket& bucket) const {
-  const int64_t numel = bucket.gradients().numel();
+  const int64_t numel = bucket.numel();
   if (options_.batched) {
     auto side = static_cast<int64_t>(std::sqrt(static_cast<double>(numel)));
     while (side * side < numel) ++side;
@@ -217,7 +221,7 @@ std::vector<PowerSgdHook::Matrix> PowerSgdHook::matrices(const GradientBucket& b
 
 int64_t PowerSgdHook::uncompressed(const GradientBucket& bucket) const {
   if (options_.batched) return 0;
-  int64_t result = bucket.gradients().numel();
+  int64_t result = bucket.numel();
   for (const Matrix& part : matrices(bucket)) result -= part.rows * part.columns;
   return result;
 }
@@ -257,11 +261,12 @@ PowerSgdHook::Sent PowerSgdHook::send(const GradientBucket& bucket, const Tensor
 // To the gradients, or where there is a square to what it has of them.
 void PowerSgdHook::add_errors(const GradientBucket& bucket, const Tensor& square) {
   if (!options_.error_feedback) return;
-  for (size_t slot = 0; slot < bucket.size(); ++slot) {
+  const auto add_error = [&](size_t slot, const Tensor& part) {
     const Tensor& error = states_[bucket.param(slot).name].error;
-    if (!error.defined()) continue;
-    add_(square.defined() ? part_in(square, bucket, slot) : bucket.gradient(slot), error);
-  }
+    if (error.defined()) add_(part, error);
+  };
+  if (square.defined()) return for_parts_in(square, bucket, add_error);
+  for (size_t slot = 0; slot < bucket.size(); ++slot) add_error(slot, bucket.gradient(slot));
 }
 
 void PowerSgdHook::start(const GradientBucket& bucket, double divisor) {
@@ -285,8 +290,8 @@ void PowerSgdHook::start(const GradientBucket& bucket, double divisor) {
   pending.second = communication_buffer(second, kF32, device);
   if (options_.batched && !parts.empty()) {
     pending.square = communication_buffer(parts[0].rows * parts[0].columns, kF32, device);
-    const int64_t numel = bucket.gradients().numel();
-    copy_(raw::narrow(pending.square, 0, 0, numel), bucket.gradients());
+    for_parts_in(pending.square, bucket,
+                 [&](size_t slot, const Tensor& part) { copy_(part, bucket.gradient(slot)); });
     const Tensor padding = padding_in(pending.square, bucket);
     const Tensor& error = states_[bucket.param(0).name].padding;
     if (options_.error_feedback && error.defined() && error.numel() == padding.numel()) {
@@ -399,11 +404,11 @@ void PowerSgdHook::finish(const GradientBucket& bucket, const Matrix& part, cons
     // What this rank asked for and its share of the result does not bring.
     if (options_.batched) {
       const Tensor error = sub(pending.square, flat_mean);
-      for (size_t slot = 0; slot < bucket.size(); ++slot) {
+      for_parts_in(error, bucket, [&](size_t slot, const Tensor& part) {
         State& own = states_[bucket.param(slot).name];
-        if (options_.error_feedback) own.error = part_in(error, bucket, slot);
+        if (options_.error_feedback) own.error = part;
         if (slot > 0) own.q = own.padding = Tensor();  // of a bucket that it was the first of
-      }
+      });
       if (options_.error_feedback) state.padding = padding_in(error, bucket);
     } else if (options_.error_feedback) {
       const Tensor& gradient = bucket.gradient(part.slot);
@@ -413,7 +418,9 @@ void PowerSgdHook::finish(const GradientBucket& bucket, const Matrix& part, cons
   const double scale = bucket.ranks().size() / pending.divisor;
   if (scale != 1) mul_(mean, Scalar(scale));
   if (options_.batched) {
-    copy_(bucket.gradients(), raw::narrow(flat_mean, 0, 0, bucket.gradients().numel()));
+    for_parts_in(flat_mean, bucket, [&](size_t slot, const Tensor& of_gradient) {
+      copy_(bucket.gradient(slot), of_gradient);
+    });
   } else {
     const Tensor& gradient = bucket.gradient(part.slot);
     copy_(gradient, raw::view(mean, gradient.shape()));

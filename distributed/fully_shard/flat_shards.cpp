@@ -28,10 +28,11 @@ FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<Sha
   const NoGradGuard no_grad;
   const int count = shards().size();
   alone_ = count == 1 && !is_offloaded();
+  const int64_t alignment = alignment_of({dtype_, gradient_dtype_, reduce_dtype_});
   int64_t numel = 0;
   for (const ShardedParam& param : params_) {
     offsets_.push_back(numel);
-    numel += param.shard.numel();
+    numel += aligned_to(param.shard.numel(), alignment);
   }
   // Parts begin at cache lines.
   part_numel_ = gradient_numel_ = aligned((numel + count - 1) / count);
@@ -145,6 +146,7 @@ void FlatShards::begin_backward() {
   }
   if (!any) return;
   const Tensor aside = ParamGroup::new_sums();
+  zero_(aside);  // between the gradients, too
   for (size_t i = 0; i < num_trained(); ++i) {
     const Tensor& shard = trained(i).shard;
     const Tensor grad = shard.grad();
@@ -181,10 +183,10 @@ Tensor FlatShards::reduce_input(bool zeros) {
   const int64_t element = size_of(reduce_dtype_);
   std::vector<kernels::CopySegment> segments, added_up;
   TensorList keep;
-  int64_t end = 0;
   for (size_t i = 0; i < params_.size(); ++i) {
-    const int64_t size = numel_of(params_[i].shape);
-    end = offsets_[i] + size;
+    const int64_t size = numel_of(params_[i].shape), end = offsets_[i] + size;
+    const int64_t next = i + 1 < params_.size() ? offsets_[i + 1] : numel;
+    if (!local && end < next) segments.push_back({nullptr, to + end * element, next - end});
     Tensor gradient = params_[i].trains() ? params_[i].whole.grad() : Tensor();
     if (local && gradient.defined() && gradient.is(homes_[i])) continue;
     if (gradient.defined()) keep.push_back(gradient = kernels::contiguous(raw::alias(gradient)));
@@ -194,7 +196,6 @@ Tensor FlatShards::reduce_input(bool zeros) {
     (own_dtype ? segments : added_up).push_back({from, to + offsets_[i] * element, size});
   }
   if (device_.is_meta()) return input;
-  if (!local && end < numel) segments.push_back({nullptr, to + end * element, numel - end});
   if (!segments.empty()) {
     kernels::copy_segments(segments, whole_dtype_, reduce_dtype_, device_);
   }

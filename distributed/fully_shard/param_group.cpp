@@ -317,8 +317,11 @@ Tensor ParamGroup::held_sums() {
     }
   }
   if (!any) return {};
-  if (!sums.defined()) sums = new_held_sums();
-  for (const size_t i : missing) zero_(sum_of(sums, i));
+  if (!sums.defined()) {
+    zero_(sums = new_held_sums());  // between the gradients, too
+  } else {
+    for (const size_t i : missing) zero_(sum_of(sums, i));
+  }
   for (const size_t i : foreign) copy_(sum_of(sums, i), raw::alias(trained(i).shard.grad()));
   return sums;
 }

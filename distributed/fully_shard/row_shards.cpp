@@ -57,7 +57,8 @@ RowShards::RowShards(std::string tag, const ShardRanks& ranks, std::vector<Shard
                      const GroupDTypes& dtypes, std::shared_ptr<Group> near, OffloadPolicy offload)
     : ParamGroup({.tag = std::move(tag), .ranks = ranks, .dtypes = dtypes, .offload = offload},
                  std::move(params)),
-      layout_(FlatLayout::even_chunk(cut_shapes(params_, false), shards().size())),
+      layout_(FlatLayout::even_chunk(cut_shapes(params_, false), shards().size(),
+                                     alignment_of({dtype_, whole_dtype_}))),
       near_(std::move(near)) {
   const NoGradGuard no_grad;
   part_numel_ = layout_.shard_numel();
@@ -98,7 +99,8 @@ Tensor RowShards::released(const Shape& shape) const {
 }
 
 void RowShards::follow_trained() {
-  gradient_layout_ = FlatLayout::even_chunk(cut_shapes(params_, true), shards().size());
+  gradient_layout_ = FlatLayout::even_chunk(cut_shapes(params_, true), shards().size(),
+                                            alignment_of({gradient_dtype_, reduce_dtype_}));
   gradient_numel_ = gradient_layout_.shard_numel();
 }
 
@@ -447,8 +449,7 @@ Tensor RowShards::reduce_input(bool zeros) {
                 .push_back({from, to + (target + part) * element, numel});
             packed += numel;
           });
-      // The room of the first rank's rows is everybody's.
-      const int64_t room = gradient_layout_.local_slice(i, 0).numel;
+      const int64_t room = gradient_layout_.room(i);
       const int64_t end = target + gradient_layout_.local_slice(i, 0).offset + packed;
       if (packed < room) segments.push_back({nullptr, to + end * element, room - packed});
     }

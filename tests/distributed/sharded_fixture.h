@@ -69,6 +69,7 @@ struct ShardIn {
   int64_t bucket_bytes = 6000;
   MixedPrecisionPolicy precision = {};
   ShardPlacement placement = {};
+  std::optional<DType> gradient_dtype = {};
 };
 
 // The model's direct children are units, and so is what is left.
@@ -80,6 +81,7 @@ std::unique_ptr<DataParallelModel> shard_in(Way way, Model& model, Mesh& mesh,
       ReplicateOptions buckets = small_buckets();
       buckets.average = options.average;
       buckets.bucket_bytes = options.bucket_bytes;
+      buckets.gradient_dtype = options.gradient_dtype;
       return std::make_unique<Replica>(replicate(model, mesh, buckets));
     }
     case Way::kZero1:
@@ -88,6 +90,7 @@ std::unique_ptr<DataParallelModel> shard_in(Way way, Model& model, Mesh& mesh,
                                                  {.stage = way == Way::kZero1 ? 1 : 2,
                                                   .first_bucket_bytes = options.bucket_bytes / 6,
                                                   .bucket_bytes = options.bucket_bytes,
+                                                  .gradient_dtype = options.gradient_dtype,
                                                   .average = options.average}));
     case Way::kFully:
     case Way::kFullyKept:
@@ -99,6 +102,7 @@ std::unique_ptr<DataParallelModel> shard_in(Way way, Model& model, Mesh& mesh,
   if (way == Way::kZero3) reshard = true;
   const FullyShardOptions unit{.reshard_after_forward = reshard,
                                .mixed_precision = options.precision,
+                               .gradient_dtype = options.gradient_dtype,
                                .shard_placement = options.placement,
                                .average = options.average};
   for (const auto& [name, child] : model.named_children()) {

@@ -70,7 +70,7 @@ using Slice = FlatLayout::Slice;
 
 TEST(FlatLayout, EvenChunksAreRowsWithRoomForTheLargest) {
   const std::vector<Shape> shapes{{5, 3}, {2}, {}, {0, 4}};
-  const FlatLayout layout = FlatLayout::even_chunk(shapes, 4);
+  const FlatLayout layout = FlatLayout::even_chunk(shapes, 4, 1);
   // [5, 3]: 2 rows a shard; [2] and the scalar: 1.
   EXPECT_EQ(layout.shard_numel(), 6 + 1 + 1 + 0);
   EXPECT_EQ(layout.gathered_numel(), 4 * 8);
@@ -84,13 +84,28 @@ TEST(FlatLayout, EvenChunksAreRowsWithRoomForTheLargest) {
   EXPECT_EQ(layout.local_shape(0, 3), (Shape{0, 3}));
   EXPECT_EQ(layout.local_shape(2, 0), Shape{});
   EXPECT_EQ(layout.local_shape(2, 1), Shape{0});
-  EXPECT_THROW(FlatLayout::even_chunk(shapes, 0), ValueError);
+  EXPECT_THROW(FlatLayout::even_chunk(shapes, 0, 1), ValueError);
+}
+
+TEST(FlatLayout, RoomsAreMultiplesOfTheAlignment) {
+  const std::vector<Shape> shapes{{5, 3}, {2}, {}, {0, 4}, {8, 4}};
+  const FlatLayout layout = FlatLayout::even_chunk(shapes, 2, 4);
+  EXPECT_EQ(layout.local_slice(0, 0), (Slice{0, 9}));
+  EXPECT_EQ(layout.room(0), 12);
+  EXPECT_EQ(layout.local_slice(1, 1), (Slice{12, 1}));
+  EXPECT_EQ(layout.local_slice(2, 0), (Slice{16, 1}));
+  EXPECT_EQ(layout.room(3), 0);
+  EXPECT_EQ(layout.local_slice(4, 1), (Slice{20, 16}));
+  EXPECT_EQ(layout.shard_numel(), 36);
+  EXPECT_EQ(alignment_of({kF32}), 4);
+  EXPECT_EQ(alignment_of({kF32, kBF16}), 8);
+  EXPECT_EQ(alignment_of({kU8, kF64}), 16);
 }
 
 TEST(FlatLayout, ShardsTogetherHoldEveryRowOnceAndNeverOverlap) {
   const std::vector<Shape> shapes{{7, 2}, {1}, {16, 1, 3}, {3, 5}, {}, {64}};
   for (int shards = 1; shards <= 9; ++shards) {
-    const FlatLayout layout = FlatLayout::even_chunk(shapes, shards);
+    const FlatLayout layout = FlatLayout::even_chunk(shapes, shards, 1);
     std::vector<int> taken(static_cast<size_t>(layout.gathered_numel()));
     for (size_t i = 0; i < shapes.size(); ++i) {
       int64_t rows = 0, numel = 0;
@@ -114,7 +129,7 @@ TEST(FlatLayout, ShardsTogetherHoldEveryRowOnceAndNeverOverlap) {
 
 TEST(FlatBuffer, HasAViewOfEveryPartWithItsOwnVersion) {
   const std::vector<Shape> shapes{{4, 3}, {2}};
-  const FlatBuffer buffer(FlatLayout::even_chunk(shapes, 2), 1, kF32, kCpu,
+  const FlatBuffer buffer(FlatLayout::even_chunk(shapes, 2, 1), 1, kF32, kCpu,
                           MemoryCategory::kGradient);
   EXPECT_EQ(buffer.flat().shape(), (Shape{7}));
   EXPECT_EQ(buffer.bytes(), 28);
