@@ -7,6 +7,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <iostream>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -415,6 +416,101 @@ std::string bits_in_hexadecimal(const std::vector<double>& mask) {
 }
 
 // Two attentions of one model have neighbouring streams.
+// ---- Plans --------------------------------------------------------------------------------------
+
+TEST(AttentionLengths, GoUpToMultiplesOf64AndBeyondToThreeSignificantBits) {
+  int64_t last = 0, classes = 0;
+  for (int64_t length = 1; length <= 1 << 16; ++length) {
+    const int64_t up = gpu::attention_length(length);
+    EXPECT_TRUE(up >= length && (up - length < 64 || 4 * (up - length) <= length)) << length;
+    EXPECT_EQ(gpu::attention_length(up), up);
+    EXPECT_GE(up, last);
+    classes += up != last;
+    last = up;
+  }
+  EXPECT_EQ(classes, 8 + 4 * 7);
+}
+
+// Once the lengths of a form have no plans of their own any more, values and gradients are still
+// those of the CPU, in each form that hides what is behind.
+TEST_F(AttentionLibrary, LengthsThatAreRoundedHaveTheValuesOfTheirOwn) {
+  const auto odd_mask = [](int64_t T, int64_t S, DType dtype) {
+    const Tensor far = gt(randn({2, 1, T, S}), 1.0);
+    return dtype == kBool ? logical_not(far) : mul(far.to(kF32), -3.0);
+  };
+  for (Case c :
+       {Case{"causal", 2, 3, 3, 0, 0, 40, 40, kBF16, true},
+        Case{"full", 2, 3, 3, 0, 0, 40, 48, kBF16},
+        Case{"grouped", 2, 4, 2, 0, 0, 40, 40, kF16, true},
+        Case{"more keys", 2, 3, 3, 0, 7, 48, 40, kBF16, true},
+        Case{"fewer keys", 2, 3, 3, 0, -2, 48, 48, kBF16, true},
+        Case{"lengths", 2, 3, 3, 0, 0, 48, 56, kBF16}, Case{"mask", 2, 3, 3, 0, 0, 56, 40, kBF16},
+        Case{"added mask", 2, 3, 3, 0, 0, 56, 48, kBF16}}) {
+    const int64_t more_keys = c.S;
+    for (int64_t T = 10; T < 16; ++T) {
+      manual_seed(static_cast<uint64_t>(T));
+      c.T = T;
+      c.S = T + more_keys;
+      const Tensor mask = c.name == "mask"         ? odd_mask(c.T, c.S, kBool)
+                          : c.name == "added mask" ? odd_mask(c.T, c.S, kF32)
+                                                   : Tensor();
+      const Tensor lengths =
+          c.name == "lengths"
+              ? tensor(std::vector<double>{static_cast<double>(T - 3), static_cast<double>(T)}, {2},
+                       kI64)
+              : Tensor();
+      const std::string what = c.name + " " + std::to_string(T);
+      expect_near(run(c, kGpu, c.dtype, T % 2 == 0, mask, lengths),
+                  run(c, kCpu, kF32, T % 2 == 0, mask, lengths), kBound, what);
+      if (T >= 10 + gpu::kOwnLengths) {
+        expect_in_key(0, " T64 S64 ");
+        expect_in_key(1, " T64 S64 ");
+      }
+      expect_ran("forward backward", what);
+    }
+  }
+}
+
+TEST_F(AttentionLibrary, RoundedLengthsDrawTheSameDropoutInBothDirections) {
+  TS_NEEDS_EMULATION("notes graphs");
+  Case c{"dropout", 2, 5, 5, 0, 0, 64, 64, kBF16, false, 0.25};
+  for (int64_t T = 12; T < 36; T += 4) {
+    c.T = c.S = T;
+    const Outcome expected = expected_of(c, true);
+    expect_near(run(c, kGpu, c.dtype, true), expected, kBound, c.name);
+    expect_ran("forward backward", c.name);
+  }
+}
+
+// What runs: a plan each.
+TEST_F(AttentionLibrary, GenerationAndBatchesOfAnyLengthMakeABoundedNumberOfPlans) {
+  TS_NEEDS_EMULATION("notes graphs");
+  const NoGradGuard none;
+  const auto plans = [&] {
+    const std::set<std::string> different(model().ran.begin(), model().ran.end());
+    model().ran.clear();
+    return different.size();
+  };
+  const auto heads = [](int64_t rows) {
+    return zeros({1, 2, rows, 72}, {.dtype = kBF16, .device = kGpu});
+  };
+  for (int64_t S = 1; S <= 128; ++S) {  // 128 tokens behind a cache
+    scaled_dot_product_attention(heads(1), heads(S), heads(S));
+  }
+  EXPECT_EQ(plans(), 0U);
+  for (int64_t T = 2; T <= 128; ++T) {  // without one
+    scaled_dot_product_attention(heads(T), heads(T), heads(T), {.causal = true});
+  }
+  EXPECT_EQ(plans(), 4U + 2U + 2U);   // own ones; 64 and 128, copied and in place
+  for (int64_t i = 0; i < 20; ++i) {  // 20 batches of BERT
+    const int64_t T = 9 + 13 * i;
+    AttentionOptions options;
+    options.lengths = full({1}, T - 2, {.dtype = kI64, .device = kGpu});
+    scaled_dot_product_attention(heads(T), heads(T), heads(T), options);
+  }
+  EXPECT_EQ(plans(), 4U + 4U + 1U);  // own ones; 64, 128, 192 and 256, and that in place
+}
+
 TEST_F(AttentionLibrary, DropoutOfAdjacentStreamsDoesNotCorrelate) {
   const Case c{"dropout", 1, 2, 2, 64, 64, 16, 16, kBF16, false, 0.5};
   const auto kept = [&](uint64_t stream) { return kept_by_library(c, {5, stream}).to_vector(); };

@@ -1,8 +1,13 @@
 #include <tessera/core/cuda/libraries/attention_graph.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -63,6 +68,30 @@ AttentionProblem backward_of(AttentionProblem p) {
   p.grad_key = p.key;
   p.grad_value = p.value;
   return p;
+}
+
+int64_t attention_length(int64_t length) {
+  constexpr int64_t kLeast = 64;
+  const int shift = std::bit_width(static_cast<uint64_t>(length - 1)) - 3;
+  const int64_t step = shift > 0 ? std::max(kLeast, int64_t{1} << shift) : kLeast;
+  return (length + step - 1) / step * step;
+}
+
+bool takes_lengths(const AttentionProblem& p, bool has_mask) {
+  using Lengths = std::pair<int64_t, int64_t>;
+  if (attention_length(p.T) == p.T && attention_length(p.S) == p.S) return true;
+  static std::mutex mutex;
+  static auto* const exact = new std::map<std::string, std::set<Lengths>>;
+  const std::string form =
+      concatenate(p.dtype, " ", p.B, " ", p.H, " ", p.Hk, " ", p.E, " ", p.Ev, " ", p.causal, " ",
+                  std::bit_cast<uint64_t>(p.dropout), " ", std::bit_cast<uint64_t>(p.scale), " ",
+                  p.has_lengths, " ", has_mask, " ", p.deterministic);
+  const std::lock_guard lock(mutex);
+  std::set<Lengths>& known = (*exact)[form];
+  if (known.contains({p.T, p.S})) return true;
+  if (known.size() >= kOwnLengths) return false;
+  known.insert({p.T, p.S});
+  return true;
 }
 
 std::string validate(const AttentionProblem& p, int version) {

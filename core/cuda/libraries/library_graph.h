@@ -119,7 +119,8 @@ struct GraphRequest {
 // "9.19.0"
 std::string version_text(int version);
 // Who ran the attention, convolutions and gradients of batch norm that a context asked a GPU for: a
-// slot of the context. What the library did not get ran on own kernels, which are slower.
+// slot of the context. What the library did not get ran on own kernels, which are slower; a
+// single query, which it is not asked for, does not count.
 struct GraphCounts {
   int64_t library = 0, own = 0;
 };

@@ -492,6 +492,10 @@ void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& va
   });
 }
 
+// A single query, as each token of a generation asks for: its keys are one more each time, and a plan
+// of the library is for an exact number. It reads them once, which own kernels do as well.
+bool is_for_own_kernels(const Tensor& query) { return query.size(2) == 1; }
+
 void count_by_library(const AttentionSpec& spec, bool by_library) {
   if (!spec.policy.library) return;
   gpu::count_graph("scaled_dot_product_attention", by_library, [] {
@@ -510,9 +514,11 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
       raw::empty({B, H, T}, compute, query.device())};
   if (B * H * T == 0) return result;
   const Tensor lengths = prepare_lengths(query, key, spec);
-  const bool by_library = attention_by_library(query, key, value, lengths, spec, result);
-  count_by_library(spec, by_library);
-  if (by_library) return result;
+  if (!is_for_own_kernels(query)) {
+    const bool by_library = attention_by_library(query, key, value, lengths, spec, result);
+    count_by_library(spec, by_library);
+    if (by_library) return result;
+  }
   attention_by_tiles(query, key, value, lengths, spec, result);
   return result;
 }
@@ -525,7 +531,7 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
   const Tensor lengths = B > 0 ? prepare_lengths(query, key, spec) : Tensor();
   const TiledAttention p = problem_of(query, key, value, lengths, spec);
   const int64_t rows = B * p.H * p.T;
-  if (rows > 0 && B * Hk * p.S > 0) {
+  if (rows > 0 && B * Hk * p.S > 0 && !is_for_own_kernels(query)) {
     const bool by_library =
         attention_backward_by_library(grad_output, query, key, value, lengths, spec,
                                       {output, log_sums}, {grad_query, grad_key, grad_value});

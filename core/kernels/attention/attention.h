@@ -9,7 +9,7 @@
 //
 // On a GPU cuDNN runs it where it can, with probabilities rounded to the operands' dtype and,
 // unless the policy says otherwise, other dropout numbers and an order of sums in backward that
-// changes; else own tiles do, whose bits depend on the operands alone.
+// changes; else own tiles do, whose bits depend on the operands alone. A single query is theirs too.
 #pragma once
 
 #include <tessera/core/random.h>

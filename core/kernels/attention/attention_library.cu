@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <type_traits>
 
@@ -276,11 +277,8 @@ bool run_on_library(const gpu::AttentionProblem& p, const RandomStream& stream,
   return run_graph(attention_request(p), memory);
 }
 
-}  // namespace
-
-bool attention_by_library(const Tensor& query, const Tensor& key, const Tensor& value,
-                          const Tensor& lengths, const AttentionSpec& spec,
-                          const AttentionResult& result) {
+bool run_forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
+                 const AttentionSpec& spec, const AttentionResult& result) {
   gpu::AttentionProblem problem = library_problem(query, key, value, result, spec);
   Bias bias;
   if (!prepare(problem, spec, false, bias) ||
@@ -291,10 +289,9 @@ bool attention_by_library(const Tensor& query, const Tensor& key, const Tensor& 
   return true;
 }
 
-bool attention_backward_by_library(const Tensor& grad_output, const Tensor& query,
-                                   const Tensor& key, const Tensor& value, const Tensor& lengths,
-                                   const AttentionSpec& spec, const AttentionResult& result,
-                                   const AttentionGradients& gradients) {
+bool run_backward(const Tensor& grad_output, const Tensor& query, const Tensor& key,
+                  const Tensor& value, const Tensor& lengths, const AttentionSpec& spec,
+                  const AttentionResult& result, const AttentionGradients& gradients) {
   gpu::AttentionProblem problem = library_problem(query, key, value, result, spec);
   Bias bias;
   if (!prepare(problem, spec, true, bias)) return false;
@@ -320,6 +317,118 @@ bool attention_backward_by_library(const Tensor& grad_output, const Tensor& quer
     clear_padding(lengths, gradients.value);
   }
   return ran;
+}
+
+// ---- Lengths ------------------------------------------------------------------------------------
+
+// [B, H, rows, E], in memory [B, rows, H, E]; what is behind x's rows is `beyond`.
+Tensor longer(const Tensor& x, int64_t rows, const Scalar& beyond) {
+  const Tensor memory =
+      raw::full({x.size(0), rows, x.size(1), x.size(3)}, beyond, x.dtype(), x.device());
+  const Tensor result = raw::transpose(memory, 1, 2);
+  copy_into(raw::narrow(result, 2, 0, x.size(2)), x);
+  return result;
+}
+Tensor new_rows(const Tensor& like, int64_t rows) {
+  return raw::transpose(
+      raw::empty({like.size(0), rows, like.size(1), like.size(3)}, like.dtype(), like.device()), 1,
+      2);
+}
+// [B, H, T] behind which rows have no probabilities.
+Tensor longer_sums(const Tensor& x, int64_t rows) {
+  const Tensor result = raw::full({x.size(0), x.size(1), rows},
+                                  std::numeric_limits<double>::infinity(), x.dtype(), x.device());
+  copy_into(raw::narrow(result, 2, 0, x.size(2)), x);
+  return result;
+}
+// The mask hides what is behind it.
+Tensor longer_mask(const Tensor& mask, int64_t B, int64_t H, int64_t rows, int64_t keys) {
+  Tensor kept = mask;
+  for (int dim = 0; dim < 3; ++dim) {
+    if (mask.stride(dim) == 0) kept = raw::narrow(kept, dim, 0, 1);
+  }
+  const int64_t T = mask.stride(2) == 0 ? 1 : rows;
+  const Scalar hidden =
+      mask.dtype() == kBool ? Scalar(false) : Scalar(-std::numeric_limits<double>::infinity());
+  const Tensor result =
+      raw::full({kept.size(0), kept.size(1), T, keys}, hidden, mask.dtype(), mask.device());
+  copy_into(raw::narrow(raw::narrow(result, 2, 0, kept.size(2)), 3, 0, mask.size(3)), kept);
+  return raw::expand(result, {B, H, rows, keys});
+}
+
+// The same attention over more queries and keys that are hidden, see [Note: lengths of attention].
+struct LongerAttention {
+  Tensor query, key, value, lengths;
+  AttentionSpec spec;
+
+  LongerAttention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& given,
+                  const AttentionSpec& of)
+      : lengths(given), spec(of) {
+    const int64_t B = q.size(0), T = q.size(2), S = k.size(2);
+    const int64_t rows = gpu::attention_length(T), keys = gpu::attention_length(S);
+    query = longer(q, rows, 0.0);
+    key = longer(k, keys, 0.0);
+    value = longer(v, keys, 0.0);
+    if (of.mask.defined()) {
+      spec.mask = longer_mask(of.mask, B, q.size(1), rows, keys);
+    } else if (!given.defined() && !(of.causal && T <= S)) {  // else no query sees beyond its own
+      lengths = raw::empty({2, B}, kI32, q.device());
+      fill(raw::narrow(lengths, 0, 0, 1), T);
+      fill(raw::narrow(lengths, 0, 1, 1), S);
+    }
+    spec.lengths = lengths;
+  }
+};
+
+// Whether to go the longer way: the library serves it, lengths and all, but these have no plan.
+bool takes_longer_way(const Tensor& query, const Tensor& key, const Tensor& value,
+                      const AttentionSpec& spec, const AttentionResult& result) {
+  const int version = spec.policy.library ? gpu::graph_library_version() : 0;
+  const gpu::AttentionProblem problem = library_problem(query, key, value, result, spec);
+  gpu::AttentionProblem hidden = problem;
+  hidden.has_lengths = true;
+  return version > 0 && validate(hidden, version).empty() &&
+         !takes_lengths(problem, spec.mask.defined());
+}
+
+}  // namespace
+
+bool attention_by_library(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const Tensor& lengths, const AttentionSpec& spec,
+                          const AttentionResult& result) {
+  if (!takes_longer_way(query, key, value, spec, result)) {
+    return run_forward(query, key, value, lengths, spec, result);
+  }
+  const LongerAttention more(query, key, value, lengths, spec);
+  const int64_t T = query.size(2), rows = more.query.size(2);
+  const AttentionResult all{new_rows(result.output, rows),
+                            raw::empty({query.size(0), query.size(1), rows}, kF32, query.device())};
+  if (!run_forward(more.query, more.key, more.value, more.lengths, more.spec, all)) return false;
+  copy_into(result.output, raw::narrow(all.output, 2, 0, T));
+  copy_into(result.log_sums, raw::narrow(all.log_sums, 2, 0, T));
+  return true;
+}
+
+bool attention_backward_by_library(const Tensor& grad_output, const Tensor& query,
+                                   const Tensor& key, const Tensor& value, const Tensor& lengths,
+                                   const AttentionSpec& spec, const AttentionResult& result,
+                                   const AttentionGradients& gradients) {
+  if (!takes_longer_way(query, key, value, spec, result)) {
+    return run_backward(grad_output, query, key, value, lengths, spec, result, gradients);
+  }
+  const LongerAttention more(query, key, value, lengths, spec);
+  const int64_t rows = more.query.size(2), keys = more.key.size(2);
+  const AttentionResult all{longer(result.output, rows, 0.0), longer_sums(result.log_sums, rows)};
+  const AttentionGradients into{new_rows(gradients.query, rows), new_rows(gradients.key, keys),
+                                new_rows(gradients.value, keys)};
+  if (!run_backward(longer(grad_output, rows, 0.0), more.query, more.key, more.value, more.lengths,
+                    more.spec, all, into)) {
+    return false;
+  }
+  copy_into(gradients.query, raw::narrow(into.query, 2, 0, query.size(2)));
+  copy_into(gradients.key, raw::narrow(into.key, 2, 0, key.size(2)));
+  copy_into(gradients.value, raw::narrow(into.value, 2, 0, key.size(2)));
+  return true;
 }
 
 }  // namespace tessera::kernels
