@@ -412,6 +412,25 @@ TEST_F(Programs, AFolderThatCannotBeWrittenIsRefusedBeforeTheFirstStep) {
   expect_refusal(run_process(small({"--log", "/dev/full"})), "cannot write the log '/dev/full'");
 }
 
+TEST_F(Programs, ASaveThatIsCutOffBeforeItsModelIsGoneOnFrom) {
+  ASSERT_EQ(run_process(small({"--save", path("whole")})).code(), 0);
+  ASSERT_EQ(run_process(small({"--save", path("model"), "--stop-at", "4"})).code(), 0);
+  fs::create_directories(path("next/config.json/in the way"));
+  expect_refusal(run_process({TESSERA_GPT2_TRAIN, "--resume", path("model"), "--save", path("next"),
+                              "--stop-at", "6"}),
+                 path("next/config.json"));
+  // As it would be where a model had been saved there with step 4.
+  fs::remove_all(path("next/config.json"));
+  for (const char* file : {"config.json", "model.safetensors"}) {
+    fs::copy(path("model") + "/" + file, path("next"));
+  }
+  const auto resumed = run_process({TESSERA_GPT2_TRAIN, "--resume", path("next"), "--save",
+                                    path("next"), "--log", path("log.jsonl")});
+  ASSERT_EQ(resumed.code(), 0) << resumed;
+  EXPECT_EQ(rows("log.jsonl").at(0).at("step"), 7);
+  EXPECT_TRUE(folder_.read("next/model.safetensors") == folder_.read("whole/model.safetensors"));
+}
+
 TEST_F(Programs, AFullDiskLeavesTheSaveBeforeItWhole) {
   ASSERT_EQ(run_process(small({"--log", path("whole.jsonl")})).code(), 0);
   ASSERT_EQ(run_process(small({"--save", path("model"), "--log", path("log.jsonl"), "--stop-at",
