@@ -472,11 +472,13 @@ TEST(TrainingPlan, AThousandRanksHold16BytesAParameterAndPadding) {
   constexpr int kRanks = 1024;
   const TrainingPlan plan = plan_of(gpt2, settings_with(Sharding::kFsdp), kRanks);
   ASSERT_EQ(plan.ranks.size(), static_cast<size_t>(kRanks));
-  // Parts have room for ceil(rows / ranks) rows of each parameter; states of what is there.
+  // Parts have room for ceil(rows / ranks) rows of each parameter, up to 16 bytes; states of what is
+  // there.
   int64_t padded = 0, sum = 0, largest = 0;
   for (const ListedModule& module : gpt2.parameters.modules) {
     for (const auto& [name, shape] : module.parameters) {
-      padded += (shape[0] + kRanks - 1) / kRanks * kRanks * (numel_of(shape) / shape[0]);
+      const int64_t rows = (shape[0] + kRanks - 1) / kRanks;
+      padded += (rows * (numel_of(shape) / shape[0]) + 3) / 4 * 4 * kRanks;
     }
   }
   for (const RankPlan& rank : plan.ranks) {

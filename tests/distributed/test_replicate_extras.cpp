@@ -123,7 +123,7 @@ TEST(Report, SaysWhatAStepCostsAndTheTraceAgrees) {
         EXPECT_EQ(buffers, report.buffers_per_forward);
         // Once: the order of rank 0's gradients.
         EXPECT_EQ(others, (step == 0 && size > 1 ? Traffic{1, report.parameters * 8} : Traffic{}));
-        EXPECT_EQ(report.gradient_bytes, (8 * 6 + 6 + 6 + 6 + 6 * 3 + 3) * 4);
+        EXPECT_EQ(report.gradient_bytes, (8 * 6 + 8 + 8 + 8 + 20 + 4) * 4);
         if (size > 1) {
           EXPECT_EQ(report.gradients.bytes, report.gradient_bytes);
         }

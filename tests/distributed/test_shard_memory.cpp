@@ -66,6 +66,9 @@ SizedUnits units_of(nn::ModuleBase& model) {
   return units;
 }
 
+// Tensors begin at multiples of 16 bytes.
+int64_t room_of(int64_t numel) { return (numel + 3) / 4 * 4; }
+
 struct Owned {
   int64_t parameters = 0, gradients = 0, states = 0;  // bytes
 };
@@ -83,10 +86,11 @@ Owned owned_by(Way way, const SizedUnits& units, int ranks, int rank, int64_t bu
     for (const auto& unit : units) {
       for (const Sized& one : unit) {
         owned.parameters += one.numel * kFloat;
-        owned.gradients += one.trains ? one.numel * kFloat : 0;
+        if (!one.trains) continue;
+        owned.gradients += room_of(one.numel) * kFloat;
+        owned.states += 2 * one.numel * kFloat;
       }
     }
-    owned.states = 2 * owned.gradients;
     return owned;
   }
   if (way != Way::kZero1 && way != Way::kZero2) {
@@ -94,9 +98,9 @@ Owned owned_by(Way way, const SizedUnits& units, int ranks, int rank, int64_t bu
       for (const Sized& one : unit) {
         const int64_t chunk = (one.rows + ranks - 1) / ranks, row = one.numel / one.rows;
         const int64_t rows = std::clamp<int64_t>(one.rows - rank * chunk, 0, chunk);
-        owned.parameters += chunk * row * kFloat;
+        owned.parameters += room_of(chunk * row) * kFloat;
         if (!one.trains) continue;
-        owned.gradients += chunk * row * kFloat;
+        owned.gradients += room_of(chunk * row) * kFloat;
         owned.states += 2 * rows * row * kFloat;
       }
     }
@@ -114,17 +118,23 @@ Owned owned_by(Way way, const SizedUnits& units, int ranks, int rank, int64_t bu
     }
   }
   std::ranges::reverse(trained);
-  int64_t run = 0, bucket = 0;
+  int64_t run = 0, bytes = 0, bucket = 0;
+  std::vector<std::pair<int64_t, int64_t>> places;  // in the run: begin and end
   const auto close = [&] {
     const int64_t part = part_of_run(run, ranks);
     owned.parameters += part * ranks * kFloat;
     owned.gradients += part * (way == Way::kZero1 ? ranks : 1) * kFloat;
-    owned.states += 2 * std::clamp<int64_t>(run - rank * part, 0, part) * kFloat;
-    run = 0, ++bucket;
+    for (const auto& [begin, end] : places) {
+      const int64_t own = std::min(end, (rank + 1) * part) - std::max(begin, rank * part);
+      owned.states += 2 * std::max<int64_t>(own, 0) * kFloat;
+    }
+    places.clear();
+    run = bytes = 0, ++bucket;
   };
   for (const Sized& one : trained) {
-    run += one.numel;
-    if (run * kFloat >= (bucket == 0 ? bucket_bytes / 6 : bucket_bytes)) close();
+    places.push_back({run, run + one.numel});
+    run += room_of(one.numel), bytes += one.numel * kFloat;
+    if (bytes >= (bucket == 0 ? bucket_bytes / 6 : bucket_bytes)) close();
   }
   if (run > 0) close();
   return owned;
