@@ -22,4 +22,18 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_;
 };
 
+// NoCapture (graph.h) where no thread captures on the device at this moment; else false.
+class NoCaptureNow {
+ public:
+  explicit NoCaptureNow(int device);
+  ~NoCaptureNow();
+  NoCaptureNow(const NoCaptureNow&) = delete;
+  NoCaptureNow& operator=(const NoCaptureNow&) = delete;
+  explicit operator bool() const { return holds_; }
+
+ private:
+  int device_;
+  bool holds_;
+};
+
 }  // namespace tessera::gpu

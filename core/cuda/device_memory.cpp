@@ -32,6 +32,11 @@ std::atomic<bool>& poison_switch() {
   return on;
 }
 
+std::atomic<bool>& plain_switch() {
+  static std::atomic<bool> on = environment_flag("TESSERA_PLAIN_MEMORY");
+  return on;
+}
+
 size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
 
 struct Block {
@@ -45,6 +50,7 @@ struct Block {
   Block* after = nullptr;
   std::vector<cudaStream_t> users;  // other streams that used it
   size_t requested = 0;
+  bool plain = false;  // memory of its own, which is not handed out again
 };
 
 struct BySize {
@@ -60,21 +66,32 @@ class CachingAllocator final : public DeviceAllocator {
   void* allocate(size_t bytes) override {
     const CurrentDevice scope(device_);
     const cudaStream_t stream = current_stream();
-    const size_t size = round_up(bytes == 0 ? 1 : bytes, kRounding);
+    const bool plain = uses_plain_memory();
+    const size_t size = round_up(bytes == 0 ? 1 : bytes, plain ? 1 : kRounding);
     if (size < bytes) out_of_memory(bytes);
     const bool captures = is_captured_here();
     std::lock_guard lock(mutex_);
     const uint64_t pool = captures ? capturing_ : 0;
-    if (!captures) take_back_finished();
-    Block* block = find(size, stream, pool);
-    if (block == nullptr) block = new_segment(size, stream, pool, bytes);
-    split(block, size);
+    if (!captures) {
+      take_back_finished();
+      // The device is waited for, which nobody may do while a capture is under way.
+      if (!over_.empty() && capturing_ == 0) {
+        if (const NoCaptureNow gate(device_); gate) free_plain();
+      }
+    }
+    Block* block = plain ? nullptr : find(size, stream, pool);
+    if (block == nullptr) block = new_segment(size, stream, pool, bytes, plain);
+    if (!plain) split(block, size);
     block->free = false;
     block->requested = bytes;
     owned_[block->data] = block;
     use_.in_use += static_cast<int64_t>(block->size);
+    if (poisons_memory()) {
+      hook_accessible(block->data, block->size, true, block->stream);
+      TS_CUDA(cudaMemsetAsync(block->data, 0xff, block->size, block->stream));
+      hook_accessible(block->data, block->size, false, block->stream);
+    }
     hook_accessible(block->data, bytes, true, block->stream);
-    if (poisons_memory()) TS_CUDA(cudaMemsetAsync(block->data, 0xff, bytes, block->stream));
     return block->data;
   }
 
@@ -96,7 +113,9 @@ class CachingAllocator final : public DeviceAllocator {
     use_.in_use -= static_cast<int64_t>(block->size);
     // Nothing runs during a capture that could be waited for, and what the graph does to memory of
     // others it does at each replay.
-    if (captures && (block->pool != capturing_ || !block->users.empty())) {
+    const bool waits = captures && (block->pool != capturing_ || !block->users.empty());
+    // Nor does an event of plain memory's own stream belong into the capture of another thread.
+    if (waits || (block->plain && capturing_ != 0 && block->pool != capturing_)) {
       try {
         after_capture_.push_back(block);
       } catch (...) {  // the block stays out of use
@@ -108,6 +127,13 @@ class CachingAllocator final : public DeviceAllocator {
 
   // Gives back a block that nobody owns, when all that used it came by.
   void retire(Block* block) noexcept {
+    if (block->plain && !is_of_open_graph(*block)) {
+      try {
+        block->users.push_back(block->stream);  // whose work may still use it
+      } catch (...) {                           // the block stays out of use
+        return;
+      }
+    }
     if (block->users.empty()) {
       give_back(block);
       return;
@@ -243,7 +269,8 @@ class CachingAllocator final : public DeviceAllocator {
   }
 
   Block* find(size_t size, cudaStream_t stream, uint64_t graph) {
-    Block key{nullptr, size, stream, graph, size <= kSmallRequest, true, nullptr, nullptr, {}, 0};
+    Block key{nullptr, size, stream, graph, size <= kSmallRequest, true, nullptr,
+              nullptr, {},   0,      false};
     std::set<Block*, BySize>& pool = pool_of(key);
     const auto place = pool.lower_bound(&key);
     if (place == pool.end()) return nullptr;
@@ -252,9 +279,15 @@ class CachingAllocator final : public DeviceAllocator {
     return block;
   }
 
-  Block* new_segment(size_t size, cudaStream_t stream, uint64_t pool, size_t requested) {
-    const bool small = size <= kSmallRequest;
-    const size_t segment = small                    ? kSmallSegment
+  bool is_of_open_graph(const Block& block) const {
+    return block.pool != 0 && open_pools_.contains(block.pool);
+  }
+
+  Block* new_segment(size_t size, cudaStream_t stream, uint64_t pool, size_t requested,
+                     bool plain) {
+    const bool small = !plain && size <= kSmallRequest;
+    const size_t segment = plain                    ? size
+                           : small                  ? kSmallSegment
                            : size <= kMediumRequest ? kMediumSegment
                                                     : round_up(size, kSmallSegment);
     void* memory = nullptr;
@@ -271,8 +304,17 @@ class CachingAllocator final : public DeviceAllocator {
     hook_segment(memory, segment);
     use_.reserved += static_cast<int64_t>(segment);
     ++use_.segments;
-    auto block = std::make_unique<Block>(Block{
-        static_cast<char*>(memory), segment, stream, pool, small, true, nullptr, nullptr, {}, 0});
+    auto block = std::make_unique<Block>(Block{static_cast<char*>(memory),
+                                               segment,
+                                               stream,
+                                               pool,
+                                               small,
+                                               true,
+                                               nullptr,
+                                               nullptr,
+                                               {},
+                                               0,
+                                               plain});
     Block* const result = block.get();
     blocks_[result] = std::move(block);
     return result;
@@ -290,7 +332,8 @@ class CachingAllocator final : public DeviceAllocator {
                                                    block,
                                                    block->after,
                                                    {},
-                                                   0});
+                                                   0,
+                                                   false});
     Block* const second = remainder.get();
     blocks_[second] = std::move(remainder);
     if (block->after != nullptr) block->after->before = second;
@@ -304,6 +347,10 @@ class CachingAllocator final : public DeviceAllocator {
   void give_back(Block* block) noexcept {
     hook_accessible(block->data, block->requested, false, block->stream);
     block->free = true;
+    if (block->plain) {
+      over_.push_back(block);
+      return;
+    }
     for (Block* neighbour : {block->before, block->after}) {
       if (neighbour == nullptr || !neighbour->free) continue;
       pool_of(*block).erase(neighbour);
@@ -339,11 +386,29 @@ class CachingAllocator final : public DeviceAllocator {
   void release_segments() {
     for (const Wait& wait : waiting_) cudaEventSynchronize(wait.event);
     take_back_finished();
+    free_plain();
     std::set<uint64_t> graphs;
     for (const auto& [key, pool] : pools_) graphs.insert(key.graph);
     for (const uint64_t graph : graphs) {
       if (!open_pools_.contains(graph)) release_segments_of(graph);
     }
+  }
+
+  // What is over of plain memory, but for what the replays of graphs use.
+  void free_plain() {
+    const RelaxedCapture relaxed;
+    std::erase_if(over_, [&](Block* block) {
+      if (is_of_open_graph(*block)) return false;
+      give_to_device(block);
+      return true;
+    });
+  }
+
+  void give_to_device(Block* block) {
+    use_.reserved -= static_cast<int64_t>(block->size);
+    --use_.segments;
+    cudaFree(block->data);
+    blocks_.erase(block);
   }
 
   // The free segments of a graph's pool, or of everybody's (0).
@@ -358,10 +423,7 @@ class CachingAllocator final : public DeviceAllocator {
             continue;
           }
           place = blocks->erase(place);
-          use_.reserved -= static_cast<int64_t>(block->size);
-          --use_.segments;
-          cudaFree(block->data);
-          blocks_.erase(block);
+          give_to_device(block);
         }
       }
     }
@@ -389,6 +451,7 @@ class CachingAllocator final : public DeviceAllocator {
   uint64_t last_pool_ = 0;
   uint64_t capturing_ = 0;             // the pool of the capture on this device, or 0
   std::vector<Block*> after_capture_;  // freed while a capture is under way
+  std::vector<Block*> over_;           // plain, used by nobody any more but by graphs
   std::unordered_map<void*, Block*> owned_;
   std::unordered_map<Block*, std::unique_ptr<Block>> blocks_;
   std::vector<Wait> waiting_;
@@ -400,6 +463,9 @@ class CachingAllocator final : public DeviceAllocator {
 
 bool poisons_memory() { return poison_switch().load(std::memory_order_relaxed); }
 void set_poisons_memory(bool on) { poison_switch().store(on); }
+
+bool uses_plain_memory() { return plain_switch().load(std::memory_order_relaxed); }
+void set_uses_plain_memory(bool on) { plain_switch().store(on); }
 
 int64_t total_memory(int device) {
   static std::mutex mutex;

@@ -12,6 +12,11 @@
 // given it; release_cached() passes over it until the graph is gone. What a capture frees of other
 // memory is free when it ends.
 //
+// Plain memory (TESSERA_PLAIN_MEMORY=1, for compute-sanitizer): each request is a cudaMalloc of its
+// bytes, and no block is used again. What is freed goes back to the device when its stream and the
+// others that used it have come by, at a later request; what a capture frees of its graph's pool,
+// when the graph is gone.
+//
 // On failure: free segments go back to the device, one more attempt, then
 // OutOfMemory with the request, the device's state and the context's summary.
 #pragma once
@@ -55,9 +60,14 @@ DeviceAllocator& caching_allocator(int device);
 int64_t total_memory(int device);
 
 // Whether memory is handed out full of bytes 0xff, in stream order: NaN in every floating dtype, so
-// that a result shows which depends on what nobody wrote. At first as TESSERA_POISON=1 in the
-// environment says. One more write of all that is asked for; a graph keeps what its capture saw.
+// that a result shows which depends on what nobody wrote, or on what lies behind the end of a
+// tensor: blocks are filled to their end. At first as TESSERA_POISON=1 in the environment says. One
+// more write of all that is handed out; a graph keeps what its capture saw.
 bool poisons_memory();
 void set_poisons_memory(bool on);
+
+// Whether requests from now on are served as plain memory, see above.
+bool uses_plain_memory();
+void set_uses_plain_memory(bool on);
 
 }  // namespace tessera::gpu

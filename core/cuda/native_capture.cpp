@@ -67,6 +67,11 @@ void upload_constants(void* target, int device, const void* source, size_t bytes
 NoCapture::NoCapture(int device) : device_(device) { capture_gate(device).lock(); }
 NoCapture::~NoCapture() { capture_gate(device_).unlock(); }
 
+NoCaptureNow::NoCaptureNow(int device) : device_(device), holds_(capture_gate(device).try_lock()) {}
+NoCaptureNow::~NoCaptureNow() {
+  if (holds_) capture_gate(device_).unlock();
+}
+
 RelaxedCapture::RelaxedCapture() : mode_(cudaStreamCaptureModeRelaxed) {
   cudaThreadExchangeStreamCaptureMode(&mode_);
 }

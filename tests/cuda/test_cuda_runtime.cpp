@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -32,6 +33,7 @@
 #include <tessera/core/tensor/raw_views.h>
 
 #include "../message_of.h"
+#include "memory_mode.h"
 #include "on_emulation.h"
 
 namespace tessera {
@@ -358,6 +360,7 @@ TEST(CudaContexts, AScopeLeavesTheThreadOnADeviceThatIsInUse) {
 }
 
 TEST(CudaMemory, IsSplitJoinedAndUsedAgain) {
+  TS_NEEDS_KEPT_MEMORY();
   gpu::DeviceAllocator& allocator = gpu::caching_allocator(0);
   allocator.release_cached();
   const gpu::DeviceMemoryUse before = allocator.use();
@@ -377,6 +380,70 @@ TEST(CudaMemory, IsSplitJoinedAndUsedAgain) {
   allocator.release_cached();
   EXPECT_EQ(allocator.use().reserved, before.reserved);
   EXPECT_EQ(allocator.use().segments, before.segments);
+}
+
+// Of its bytes, which memcheck knows the end of.
+TEST(CudaMemory, PlainIsAnAllocationOfItsOwnWhichGoesWhenItsStreamsCameBy) {
+  const gpu::PlainMemory plain(true);
+  gpu::DeviceAllocator& allocator = gpu::caching_allocator(0);
+  allocator.release_cached();
+  const gpu::DeviceMemoryUse before = allocator.use();
+  const auto wait = [](void* flag) { static_cast<std::atomic<bool>*>(flag)->wait(false); };
+  const gpu::CurrentDevice device(0);
+  for (const bool own_stream : {true, false}) {
+    const auto stream = gpu::make_stream(0), side = gpu::make_stream(0);
+    const gpu::CurrentStream current(stream);
+    void* const block = allocator.allocate(10);
+    EXPECT_EQ(allocator.use().reserved - before.reserved, 10);
+    EXPECT_EQ(allocator.use().in_use - before.in_use, 10);
+    gpu::synchronize(0);
+    std::atomic<bool> goes_on{false};
+    const auto& user = own_stream ? stream : side;
+    {
+      const gpu::CurrentStream used(user);
+      gpu::record_use(0, block);
+    }
+    TS_CUDA(cudaLaunchHostFunc(gpu::native(*user), wait, &goes_on));
+    TS_CUDA(cudaMemsetAsync(block, 1, 10, gpu::native(*user)));
+    allocator.deallocate(block, 10);
+    void* const other = allocator.allocate(30);
+    EXPECT_EQ(allocator.use().segments - before.segments, 2);
+    goes_on = true;
+    goes_on.notify_all();
+    gpu::synchronize_stream(*user);
+    gpu::synchronize_stream(*stream);
+    void* const next = allocator.allocate(20);
+    EXPECT_EQ(allocator.use().reserved - before.reserved, 50);
+    allocator.deallocate(other, 30);
+    allocator.deallocate(next, 20);
+    allocator.release_cached();
+    EXPECT_EQ(allocator.use().reserved, before.reserved);
+    EXPECT_EQ(allocator.use().in_use, before.in_use);
+  }
+}
+
+// What lies behind a tensor in its block is no number, whatever was there before.
+TEST(CudaMemory, PoisonFillsABlockToItsEnd) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "a read behind a tensor ends the program";
+#endif
+  const gpu::PlainMemory kept(false);
+  const gpu::PoisonedMemory poisoned(true);
+  const void* block = nullptr;
+  {
+    const Tensor x = raw::full({128}, 7, kF32, cuda(0));
+    block = x.data();
+  }
+  const Tensor x = raw::empty({25}, kF32, cuda(0));
+  ASSERT_EQ(x.data(), block);
+  float behind[103] = {};
+  {
+    const gpu::CurrentDevice device(0);
+    TS_CUDA(cudaMemcpyAsync(behind, x.data_as<float>() + 25, sizeof behind, cudaMemcpyDefault,
+                            gpu::current_stream()));
+    gpu::synchronize(0);
+  }
+  for (const float value : behind) EXPECT_TRUE(std::isnan(value)) << value;
 }
 
 TEST(CudaMemory, IsCountedByCategory) {
@@ -401,6 +468,7 @@ TEST(CudaMemory, TellsWhatItHoldsWhereThereIsNotEnough) {
 }
 
 TEST(CudaMemory, WaitsForOtherStreamsThatUsedIt) {
+  TS_NEEDS_KEPT_MEMORY();
   gpu::DeviceAllocator& allocator = gpu::caching_allocator(0);
   const auto side = gpu::make_stream(0);
   void* const block = allocator.allocate(4096);
