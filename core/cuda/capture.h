@@ -9,6 +9,8 @@ namespace tessera::gpu {
 
 int device_of(const StreamHandle& stream);
 const char* last_operation_name();  // what note_operation() was told last, or null
+// To the device's current stream, see [Note: pageable copies]. Any number of bytes.
+void copy_staged(void* target, int device, const void* source, size_t bytes);
 
 // Calls that CUDA refuses to a thread that captures, and that do no harm to it: allocation.
 class RelaxedCapture {

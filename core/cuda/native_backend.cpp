@@ -313,8 +313,9 @@ void check_copy_in_capture(const void* target, const Device& to, const void* sou
 
 // [Note: pageable copies] CUDA may read and write pageable memory before a copy returns or when the
 // stream comes to it ("might be synchronous"). What is small and goes to a device is put into
-// pinned memory of our own, which is not used again before the stream came by, and nobody waits.
-// All else from or to pageable memory is waited for.
+// pinned memory of our own, which is not used again before the stream came by, and nobody waits; so
+// are the tables of launches, of any size (upload_constants). All else from or to pageable memory
+// is waited for.
 constexpr size_t kMostStaged = size_t{64} << 10;  // what drivers stage themselves
 
 class StagingBlock {
@@ -335,6 +336,20 @@ class StagingBlock {
 
 }  // namespace
 
+void copy_staged(void* target, int device, const void* source, size_t bytes) {
+  require_device(device, "copy");
+  const CurrentDevice scope(device);
+  const cudaStream_t stream = current_stream();
+  note_operation("copy", stream);
+  const StagingBlock staged(source, bytes);
+  TS_CUDA(cudaMemcpyAsync(target, staged.data(), bytes, cudaMemcpyDefault, stream));
+  log_launch("copy", stream);
+  pinned_memory().record_use(staged.data(), stream);
+  if (!waits_for_launches()) return;
+  TS_CUDA(cudaStreamSynchronize(stream));
+  raise_device_errors(device);
+}
+
 void copy_bytes(void* target, const Device& to, const void* source, const Device& from,
                 size_t bytes, bool non_blocking) {
   if (bytes == 0) return;
@@ -345,22 +360,16 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
   const int index = to.is_cuda() ? to.index : from.index;
   require_device(index, "copy");
   const CurrentDevice scope(index);
-  const cudaStream_t stream = current_stream();
-  note_operation("copy", stream);
   const bool captures = Capture::current() != nullptr;
   const bool has_host = to.is_cpu() || from.is_cpu();
   const void* const host = to.is_cpu() ? target : source;
   const bool pinned = has_host && is_pinned(host);
   // see [Note: pageable copies]
   if (from.is_cpu() && !pinned && bytes <= kMostStaged) {
-    const StagingBlock staged(source, bytes);
-    TS_CUDA(cudaMemcpyAsync(target, staged.data(), bytes, cudaMemcpyDefault, stream));
-    log_launch("copy", stream);
-    pinned_memory().record_use(staged.data(), stream);
-    if (!waits_for_launches()) return;
-    TS_CUDA(cudaStreamSynchronize(stream));
-    return raise_device_errors(index);
+    return copy_staged(target, index, source, bytes);
   }
+  const cudaStream_t stream = current_stream();
+  note_operation("copy", stream);
   TS_CUDA(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream));
   log_launch("copy", stream);
   const bool waits = has_host && (!non_blocking || !pinned);

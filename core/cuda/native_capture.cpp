@@ -61,7 +61,7 @@ void upload_constants(void* target, int device, const void* source, size_t bytes
                             cudaMemcpyDefault, current_stream()));
     return;
   }
-  copy_bytes(target, cuda(device), source, kCpu, bytes, true);
+  copy_staged(target, device, source, bytes);
 }
 
 NoCapture::NoCapture(int device) : device_(device) { capture_gate(device).lock(); }

@@ -188,6 +188,63 @@ TEST(CudaOptimizers, MuonIsThatOfTheCpu) {
   }
 }
 
+// ---- Many parameters: tables of launches beyond what drivers stage -----------------------------
+
+NamedTensors many_parameters(int count, const Shape& shape) {
+  NamedTensors parameters;
+  for (int i = 0; i < count; ++i) {
+    const Tensor values = zeros(shape, {.device = cuda(0)});
+    parameters.push_back({"w" + std::to_string(i), values.set_requires_grad()});
+    parameters.back().tensor.set_grad(ones(shape, {.device = cuda(0)}));
+  }
+  return parameters;
+}
+TensorList tensors_of(const NamedTensors& parameters) {
+  TensorList tensors;
+  for (const auto& [name, tensor] : parameters) tensors.push_back(tensor);
+  return tensors;
+}
+
+TYPED_TEST(EveryCudaOptimizer, NeverMakesTheHostWait) {
+  TS_NEEDS_EMULATION("counts waits of the host");
+  for (const auto& options : kOptions<TypeParam>) {
+    TypeParam optimizer(many_parameters(2000, {3}), options);
+    const gpu::HostWaits waits;
+    for (int step = 0; step < 2; ++step) {
+      optimizer.step();
+      optimizer.zero_grad(false);
+    }
+    EXPECT_EQ(waits.count(), 0);
+  }
+}
+
+TEST(CudaOptimizers, WhatStandsAroundAStepNeverMakesTheHostWait) {
+  TS_NEEDS_EMULATION("counts waits of the host");
+  for (const double p : {2.0, 1.0}) {
+    const NamedTensors parameters = many_parameters(p == 2 ? 2000 : 700, {3});
+    const TensorList tensors = tensors_of(parameters);
+    AdamW optimizer(parameters, {.lr = 0.1});
+    EMA average(parameters, {.decay = 0.9});
+    const gpu::HostWaits waits;
+    const Tensor norm = clip_grad_norm(tensors, 1, {.norm_type = p, .fold_into = &optimizer});
+    optimizer.step();
+    average.update();
+    clip_grad_value(tensors, 0.5);
+    EXPECT_EQ(waits.count(), 0);
+    EXPECT_NEAR(norm.item(), p == 2 ? std::sqrt(6000.0) : 2100, 1e-9);
+  }
+}
+
+// Above 585 the table of one launch is longer than 64 KiB.
+TEST(CudaOptimizers, MuonNeverMakesTheHostWait) {
+  TS_NEEDS_EMULATION("counts waits of the host");
+  Muon muon(many_parameters(700, {2, 2}), {.lr = 0.1, .ns_steps = 1});
+  const gpu::HostWaits waits;
+  muon.step();
+  muon.zero_grad(false);
+  EXPECT_EQ(waits.count(), 0);
+}
+
 TYPED_TEST(EveryCudaOptimizer, MastersFollowWritesOfTheirParameters) {
   for (const Write& write : writes()) expect_to_follow<TypeParam>(write, cuda(0));
 }
