@@ -1,5 +1,6 @@
 #include <tessera/core/cuda/pinned_memory.h>
 
+#include <algorithm>
 #include <bit>
 #include <string>
 
@@ -31,29 +32,42 @@ size_t PinnedAllocator::size_of_class(size_t kind) {
   return whole + whole / 8 * (above % 8 + 1);
 }
 
-// Forgets the events that have happened.
-bool PinnedAllocator::is_over(Block& block) noexcept {
-  while (!block.uses.empty()) {
-    const cudaError_t state = cudaEventQuery(block.uses.back().event);
-    if (state == cudaErrorNotReady) return false;
-    if (state != cudaSuccess) cudaGetLastError();  // the device is lost, and with it the copy
-    cudaEventDestroy(block.uses.back().event);
-    block.uses.pop_back();
+// Where a block belongs that nobody owns.
+void PinnedAllocator::set_aside(Block& block) noexcept {
+  block.next = nullptr;
+  if (block.uses.empty()) {
+    Block*& list = free_[size_class(block.size)];
+    block.next = list;
+    list = &block;
+    return;
   }
-  return true;
+  const Use& last = block.uses.back();
+  Queue& queue = waiting_.find({last.device, last.stream})->second;  // of record_use()
+  (queue.first == nullptr ? queue.first : queue.last->next) = &block;
+  queue.last = &block;
+}
+
+void PinnedAllocator::forget_last_use(Block& block) noexcept {
+  const Use& use = block.uses.back();
+  try {
+    events_[use.device].push_back(use.event);
+  } catch (...) {  // no memory for the list
+    cudaEventDestroy(use.event);
+  }
+  block.uses.pop_back();
 }
 
 void PinnedAllocator::take_back_finished() noexcept {
-  for (Block** place = &waiting_; *place != nullptr;) {
-    Block* const block = *place;
-    if (!is_over(*block)) {
-      place = &block->next;
-      continue;
+  for (auto& [stream, queue] : waiting_) {
+    while (queue.first != nullptr) {
+      Block& block = *queue.first;
+      const cudaError_t state = cudaEventQuery(block.uses.back().event);
+      if (state == cudaErrorNotReady) break;
+      if (state != cudaSuccess) cudaGetLastError();  // the device is lost, and with it the copy
+      queue.first = block.next;
+      forget_last_use(block);
+      set_aside(block);  // where it waits for another stream, that one's turn comes
     }
-    *place = block->next;
-    Block*& list = free_[size_class(block->size)];
-    block->next = list;
-    list = block;
   }
 }
 
@@ -102,8 +116,7 @@ void PinnedAllocator::deallocate(void* pointer, size_t) noexcept {
   Block& block = place->second;
   cached_ += static_cast<int64_t>(block.size);
   in_use_ -= static_cast<int64_t>(block.size);
-  block.next = waiting_;
-  waiting_ = &block;
+  set_aside(block);
   take_back_finished();
 }
 
@@ -122,8 +135,15 @@ bool PinnedAllocator::record_use(const void* pointer, cudaStream_t stream) {
     return true;
   }
   block.uses.reserve(block.uses.size() + 1);
+  waiting_.try_emplace({device, stream});
+  std::vector<cudaEvent_t>& unused = events_[device];
   cudaEvent_t event = nullptr;
-  TS_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  if (unused.empty()) {
+    TS_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  } else {
+    event = unused.back();
+    unused.pop_back();
+  }
   block.uses.push_back({device, stream, event});
   TS_CUDA(cudaEventRecord(event, stream));
   return true;
@@ -132,10 +152,14 @@ bool PinnedAllocator::record_use(const void* pointer, cudaStream_t stream) {
 void PinnedAllocator::release_cached() {
   enter_some_device();
   const std::lock_guard lock(mutex_);
-  for (Block* block = waiting_; block != nullptr; block = block->next) {
-    for (const Use& use : block->uses) cudaEventSynchronize(use.event);
+  for (const auto& [stream, queue] : waiting_) {
+    for (Block* block = queue.first; block != nullptr; block = block->next) {
+      for (const Use& use : block->uses) cudaEventSynchronize(use.event);
+    }
   }
-  take_back_finished();
+  // Once for each stream that a block was used on.
+  const auto waits = [](const auto& entry) { return entry.second.first != nullptr; };
+  while (std::ranges::any_of(waiting_, waits)) take_back_finished();
   release_free();
 }
 

@@ -1,7 +1,8 @@
 // Page-locked host memory, kept and handed out again.
 //
 // A block is used again when its owner has let go of it and the copies that were queued from it or
-// into it are over: events on their streams say so, nobody waits for them. Sizes are powers of two
+// into it are over: events on their streams say so, nobody waits for them. Of the blocks that wait
+// for one stream the oldest is asked about, since copies end in their order. Sizes are powers of two
 // from 4096 on, above 1 MiB in eighths between. Thread-safe.
 #pragma once
 
@@ -10,6 +11,7 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include <tessera/core/memory/allocator.h>
@@ -40,19 +42,26 @@ class PinnedAllocator final : public Allocator {
     std::vector<Use> uses;
     Block* next = nullptr;  // in the list of free or of waiting blocks
   };
+  struct Queue {
+    Block* first = nullptr;
+    Block* last = nullptr;
+  };
   static constexpr size_t kSmallest = 4096;
   static constexpr int kWholeClasses = 8;  // up to kSmallest << 8, 1 MiB
   static size_t size_class(size_t bytes);
   static size_t size_of_class(size_t kind);
-  static bool is_over(Block& block) noexcept;
+  void set_aside(Block& block) noexcept;
+  void forget_last_use(Block& block) noexcept;
   void take_back_finished() noexcept;
   void release_free() noexcept;
 
   mutable std::mutex mutex_;
   std::map<char*, Block> blocks_;   // all, by address
   std::array<Block*, 272> free_{};  // by size class
-  Block* waiting_ = nullptr;        // nobody's, with copies under way
-  int64_t cached_ = 0;              // bytes of both
+  // Nobody's, with copies under way: by the device and the stream of their last use.
+  std::map<std::pair<int, cudaStream_t>, Queue> waiting_;
+  std::map<int, std::vector<cudaEvent_t>> events_;  // unused ones, by device
+  int64_t cached_ = 0;                              // bytes of both
   int64_t in_use_ = 0;
 };
 

@@ -21,6 +21,7 @@
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/launch_times.h>
+#include <tessera/core/cuda/pinned_memory.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/factory/pinned.h>
@@ -572,6 +573,56 @@ TEST(CudaStreams, PinnedMemoryIsKeptAndHandedOutAgain) {
     EXPECT_EQ(gpu::pinned_bytes_in_use(), in_use + size);
     pinned.deallocate(large, bytes);
   }
+  pinned.release_cached();
+  EXPECT_EQ(pinned.cached_bytes(), 0);
+}
+
+// Of what waits for a stream the oldest block is asked about, and its event is used again.
+TEST(CudaStreams, PinnedBlocksThatWaitAreNotAskedOneByOne) {
+  TS_NEEDS_EMULATION("counts calls about events");
+  constexpr int kBlocks = 300;
+  gpu::PinnedAllocator& pinned = gpu::pinned_memory();
+  pinned.release_cached();
+  const gpu::CurrentDevice device(0);
+  const auto slow = gpu::make_stream(0), quick = gpu::make_stream(0);
+  const auto use_on = [&](const std::vector<std::shared_ptr<gpu::StreamHandle>>& streams) {
+    void* const block = pinned.allocate(4096);
+    for (const auto& stream : streams) pinned.record_use(block, gpu::native(*stream));
+    return block;
+  };
+  const auto wait = [](void* flag) { static_cast<std::atomic<bool>*>(flag)->wait(false); };
+  gpu::emulation::EventCalls before;
+  for (int round = 0; round < 2; ++round) {
+    // What is used on the quick stream alone does not wait behind the others.
+    void* const over = use_on({quick});
+    void* const both = use_on({quick});
+    gpu::synchronize_stream(*quick);
+    before = gpu::emulation::event_calls();
+    std::atomic<bool> goes_on{false};
+    TS_CUDA(cudaLaunchHostFunc(gpu::native(*slow), wait, &goes_on));
+    for (int i = 0; i < kBlocks; ++i) pinned.deallocate(use_on({slow}), 4096);
+    EXPECT_LE(gpu::emulation::event_calls().asked - before.asked, 2 * kBlocks);
+    EXPECT_GE(pinned.cached_bytes(), kBlocks * 4096);
+    pinned.record_use(both, gpu::native(*slow));
+    pinned.deallocate(both, 4096);
+    pinned.deallocate(over, 4096);
+    void* const again = pinned.allocate(4096);
+    EXPECT_EQ(again, over);
+    void* const other = pinned.allocate(4096);
+    EXPECT_NE(other, both);
+    pinned.deallocate(other, 4096);
+    goes_on = true;
+    goes_on.notify_all();
+    gpu::synchronize_stream(*slow);
+    pinned.deallocate(again, 4096);
+    const int64_t held = pinned.cached_bytes();
+    std::vector<void*> all;
+    for (int i = 0; i < kBlocks + 2; ++i) all.push_back(pinned.allocate(4096));
+    EXPECT_EQ(held - pinned.cached_bytes(), (kBlocks + 2) * 4096);
+    for (void* const block : all) pinned.deallocate(block, 4096);
+  }
+  EXPECT_EQ(gpu::emulation::event_calls().made, before.made);  // in the second round
+  EXPECT_LE(gpu::emulation::event_calls().asked - before.asked, 10 * kBlocks);
   pinned.release_cached();
   EXPECT_EQ(pinned.cached_bytes(), 0);
 }

@@ -28,6 +28,7 @@ std::vector<CountedTraffic> count_traffic(const std::function<void()>&) {
   only_on_the_emulation("count_traffic");
 }
 int64_t host_waits() { only_on_the_emulation("host_waits"); }
+EventCalls event_calls() { only_on_the_emulation("event_calls"); }
 CopiedBytes copied_beside(int) { only_on_the_emulation("copied_beside"); }
 int64_t launches_of(const std::string&) { only_on_the_emulation("launches_of"); }
 void set_gemm_model(GemmModel) { only_on_the_emulation("set_gemm_model"); }

@@ -30,6 +30,12 @@ std::vector<CountedTraffic> count_traffic(const std::function<void()>& work);
 // How often the host waited for queued work so far: synchronisations, and copies to host memory.
 int64_t host_waits();
 
+// Calls so far that make an event, and that ask whether one has happened.
+struct EventCalls {
+  int64_t made = 0, asked = 0;
+};
+EventCalls event_calls();
+
 // Bytes of the copies between host and device that were queued so far on the device's streams
 // beside its null stream: what travels while that one calculates. Tables of launches go with the
 // launch.

@@ -89,6 +89,7 @@ struct Machine {
   bool counts_traffic = false;
   std::vector<emulation::CountedTraffic> traffic;
   int64_t host_waits = 0;
+  emulation::EventCalls event_calls;
   std::map<std::string, int64_t> launches;  // by name
   std::map<int, emulation::CopiedBytes> copied_beside;
   int devices = 2;
@@ -601,6 +602,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   Lock lock(machine().mutex);
   need_context();
   *event = new EmulatedEvent;
+  ++machine().event_calls.made;
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -631,6 +633,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Lock lock(machine().mutex);
   need_context();
+  ++machine().event_calls.asked;
   if (event->capture) return spoil(*event->capture, cudaErrorStreamCaptureUnsupported);
   if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   return !event->last || event->last->done ? cudaSuccess : cudaErrorNotReady;
@@ -711,6 +714,11 @@ bool has_context(int device) {
 int64_t host_waits() {
   Lock lock(machine().mutex);
   return machine().host_waits;
+}
+
+EventCalls event_calls() {
+  Lock lock(machine().mutex);
+  return machine().event_calls;
 }
 
 CopiedBytes copied_beside(int device) {
