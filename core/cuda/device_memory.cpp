@@ -87,7 +87,7 @@ class CachingAllocator final : public DeviceAllocator {
     owned_[block->data] = block;
     use_.in_use += static_cast<int64_t>(block->size);
     if (poisons_memory()) {
-      hook_accessible(block->data, block->size, true, block->stream);
+      hook_accessible(block->data, block->size, true, block->stream, /*fills=*/false);
       TS_CUDA(cudaMemsetAsync(block->data, 0xff, block->size, block->stream));
       hook_accessible(block->data, block->size, false, block->stream);
     }

@@ -16,8 +16,10 @@ BackendKind hook_kind();
 std::string hook_failure_details();
 // A new segment, of which nobody owns a byte yet.
 void hook_segment(void* pointer, size_t bytes);
-// Bytes that a tensor owns, or owns no more, as of what is queued on the stream by now.
-void hook_accessible(void* pointer, size_t bytes, bool accessible, cudaStream_t stream) noexcept;
+// Bytes that a tensor owns, or owns no more, as of what is queued on the stream by now. `fills`:
+// the emulation makes them NaN, as new memory is.
+void hook_accessible(void* pointer, size_t bytes, bool accessible, cudaStream_t stream,
+                     bool fills = true) noexcept;
 
 // The architectures that this program's device code is compiled for, as capability.h reads them.
 const char* hook_architectures();

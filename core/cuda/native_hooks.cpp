@@ -78,6 +78,6 @@ void push_range(const char*) {}
 void pop_range() {}
 #endif
 void hook_segment(void*, size_t) {}
-void hook_accessible(void*, size_t, bool, cudaStream_t) noexcept {}
+void hook_accessible(void*, size_t, bool, cudaStream_t, bool) noexcept {}
 
 }  // namespace tessera::gpu

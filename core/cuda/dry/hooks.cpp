@@ -16,6 +16,6 @@ std::string hook_failure_details() { return {}; }
 void push_range(const char*) {}
 void pop_range() {}
 void hook_segment(void*, size_t) {}
-void hook_accessible(void*, size_t, bool, cudaStream_t) noexcept {}
+void hook_accessible(void*, size_t, bool, cudaStream_t, bool) noexcept {}
 
 }  // namespace tessera::gpu

@@ -136,14 +136,14 @@ size_t free_bytes() {
 
 char* shared_memory() { return the_arena().base; }
 
-void set_accessible(const void* pointer, size_t bytes, bool accessible) {
+void set_accessible(const void* pointer, size_t bytes, bool accessible, bool fills) {
   Arena& arena = the_arena();
   char* const begin = const_cast<char*>(static_cast<const char*>(pointer));
   if (accessible) {
     Open open;
     std::lock_guard lock(arena.mutex);
     permit(arena, begin, bytes);
-    std::memset(begin, 0xff, bytes);
+    if (fills) std::memset(begin, 0xff, bytes);
   } else {
     std::lock_guard lock(arena.mutex);
     forbid(arena, begin, bytes);

@@ -17,7 +17,7 @@ bool contains(const void* pointer);
 size_t free_bytes();
 char* shared_memory();  // of the running block
 // Bytes inside of an allocation that kernels may or may not touch; for allocators on top.
-void set_accessible(const void* pointer, size_t bytes, bool accessible);
+void set_accessible(const void* pointer, size_t bytes, bool accessible, bool fills = true);
 // "byte 12 of the 64 bytes at 0x..." for reports.
 const char* describe(const void* pointer, char* text, size_t size);
 

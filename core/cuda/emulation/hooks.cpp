@@ -46,9 +46,10 @@ void hook_segment(void* pointer, size_t bytes) {
   emulation::arena::set_accessible(pointer, bytes, false);
 }
 
-void hook_accessible(void* pointer, size_t bytes, bool accessible, cudaStream_t stream) noexcept {
-  emulation::enqueue_always(stream, [pointer, bytes, accessible] {
-    emulation::arena::set_accessible(pointer, bytes, accessible);
+void hook_accessible(void* pointer, size_t bytes, bool accessible, cudaStream_t stream,
+                     bool fills) noexcept {
+  emulation::enqueue_always(stream, [pointer, bytes, accessible, fills] {
+    emulation::arena::set_accessible(pointer, bytes, accessible, fills);
   });
 }
 
