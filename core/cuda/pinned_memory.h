@@ -2,8 +2,8 @@
 //
 // A block is used again when its owner has let go of it and the copies that were queued from it or
 // into it are over: events on their streams say so, nobody waits for them. Of the blocks that wait
-// for one stream the oldest is asked about, since copies end in their order. Sizes are powers of two
-// from 4096 on, above 1 MiB in eighths between. Thread-safe.
+// for one stream the oldest is asked about, since copies end in their order. Sizes are powers of
+// two from 4096 on, above 1 MiB in eighths between. Thread-safe.
 #pragma once
 
 #include <cuda_runtime.h>

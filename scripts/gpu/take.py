@@ -176,8 +176,9 @@ def write_card_tables(root):
     folder = root / SHIPPED
     folder.mkdir(parents=True, exist_ok=True)
     for card, entries in cards.items():
-        text = json.dumps({"format": form, "entries": dict(sorted(entries.items()))}, indent=1)
-        (folder / f"{slug_of(card)}.json").write_text(text + "\n")
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(entries.items()))
+        text = f'{{"format": {json.dumps(form)}, "entries": {{\n{lines}}}}}\n'  # a line each
+        (folder / f"{slug_of(card)}.json").write_text(text)
 
 
 def merge_tables(home, target):

@@ -131,10 +131,6 @@ Traffic traffic_of(const GemmProblem& p) {
   return traffic;
 }
 
-bool makes_gelu(const GemmProblem& p) {
-  return p.epilogue == GemmEpilogue::kGelu || p.epilogue == GemmEpilogue::kGeluBias;
-}
-
 }  // namespace
 
 void dry::set_libraries(bool serve) { serves = serve; }
@@ -149,7 +145,7 @@ bool run_gemm(const GemmProblem& given) {
              .name = "matmul",
              .request = describe(problem),
              .traffic = traffic_of(problem),
-             .gelu_results = makes_gelu(problem)
+             .gelu_results = makes_gelu(problem.epilogue)
                                  ? static_cast<double>(problem.M) * static_cast<double>(problem.N)
                                  : 0,
              .dtype = problem.a.dtype,

@@ -1,6 +1,5 @@
 #include <tessera/core/cuda/libraries/attention_graph.h>
 
-#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -11,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {
@@ -72,9 +72,7 @@ AttentionProblem backward_of(AttentionProblem p) {
 
 int64_t attention_length(int64_t length) {
   constexpr int64_t kLeast = 64;
-  const int shift = std::bit_width(static_cast<uint64_t>(length - 1)) - 3;
-  const int64_t step = shift > 0 ? std::max(kLeast, int64_t{1} << shift) : kLeast;
-  return (length + step - 1) / step * step;
+  return kLeast * rounded_length((length + kLeast - 1) / kLeast);
 }
 
 bool takes_lengths(const AttentionProblem& p, bool has_mask) {

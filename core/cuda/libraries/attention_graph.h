@@ -63,10 +63,10 @@ AttentionProblem backward_of(AttentionProblem problem);
 // [Note: lengths of attention] A plan is for exact sizes, takes up to a second, and stays. So
 // of each form (all that a problem is but for its lengths T and S and the strides that follow from
 // them) the first kOwnLengths pairs of lengths that come up have plans of their own, as a
-// training needs that has one and another for its last batch. All others go up to attention_length():
-// operands are copied into longer ones, zeros behind them, and what is beyond is hidden. A step
-// reads and writes its operands once more for that. A pair once exact stays so, and once rounded too,
-// so that forward and backward, which must draw the same dropout, agree.
+// training needs that has one and another for its last batch. All others go up to
+// attention_length(): operands are copied into longer ones, zeros behind them, and what is beyond
+// is hidden. A step reads and writes its operands once more for that. A pair once exact stays so,
+// and once rounded too, so that forward and backward, which must draw the same dropout, agree.
 inline constexpr int kOwnLengths = 4;
 // Up to a multiple of 64, and beyond 512 to three significant bits: 64, 128 ... 512, 640, 768 ...
 int64_t attention_length(int64_t length);

@@ -157,7 +157,8 @@ std::string check_epilogue(const GemmProblem& p) {
   }
   const bool of_operand = e == GemmEpilogue::kBiasGradOfA || e == GemmEpilogue::kBiasGradOfB;
   if (of_operand && is_fp8_problem(p)) return concatenate("fp8 has no epilogue ", name_of(e));
-  // cuBLASLt 13.1 on an H200: the operand's rows lie along the sum, as those of a weight's gradient do.
+  // cuBLASLt 13.1 on an H200: the operand's rows lie along the sum, as those of a weight's gradient
+  // do.
   if (e == GemmEpilogue::kBiasGradOfA && !p.a.transposed) return "bias_grad_a needs a transposed a";
   if (e == GemmEpilogue::kBiasGradOfB && p.b.transposed) return "bias_grad_b needs b as it is";
   if (p.aux.data == nullptr) {
@@ -280,14 +281,17 @@ GemmProblem rounded(GemmProblem p) {
 
 std::string key_of(const GemmProblem& problem) { return describe(rounded(problem)); }
 
+bool makes_gelu(GemmEpilogue epilogue) {
+  return epilogue == GemmEpilogue::kGelu || epilogue == GemmEpilogue::kGeluBias;
+}
+
 // [Note: fused by rule] Measured on an H200 with cuBLASLt 13.1 (docs/measurements/gpu,
 // 2026-11-27-h200/gemm.json), microseconds of 65536 rows: GELU with its bias takes 571 of 768 ->
 // 3072, the product with a bias 459 and the pass some 200. Its gradient with the bias's takes 1624,
 // apart 763; a weight's gradient of 2304 x 768 with the bias's 470, apart 438, and so at each other
 // size of a step. In f32 the library's tanh would be the least exact part of a step.
 bool fused_by_rule(const GemmProblem& p) {
-  if (size_of(p.d.dtype) > 2) return false;
-  return p.epilogue == GemmEpilogue::kGelu || p.epilogue == GemmEpilogue::kGeluBias;
+  return size_of(p.d.dtype) <= 2 && makes_gelu(p.epilogue);
 }
 
 std::optional<bool> fused_without_measuring(GemmFusion fusion, const GemmProblem& problem,

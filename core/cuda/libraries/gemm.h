@@ -161,6 +161,8 @@ GemmProblem rounded(GemmProblem problem);
 // Of the algorithm: describe(rounded(problem)).
 std::string key_of(const GemmProblem& problem);
 
+// Forward; its gradients are others.
+bool makes_gelu(GemmEpilogue epilogue);
 // Whether epilogues pay where nothing was measured: GELU does, the gradients of GELU and of a bias
 // do not. [Note: fused by rule]
 bool fused_by_rule(const GemmProblem& problem);
@@ -176,9 +178,9 @@ bool reads_result(const GemmProblem& problem);
 
 // Queues the product on the current stream and says true; or does nothing and says false, where
 // validate() has a reason or there is no library. Algorithms come from a table in a file
-// (process_gemm_table()) or that of the card (shipped_gemm_table()); others are measured and added to
-// the file, but within a capture, which takes the library's first suggestion; so do all where there is no table. Throws
-// CudaError.
+// (process_gemm_table()) or that of the card (find_shipped()); others are measured and added
+// to the file, but within a capture, which takes the library's first suggestion; so do all where
+// there is no table. Throws CudaError.
 bool run_gemm(const GemmProblem& problem);
 
 // Whether to ask for a product with an epilogue, by the context's GemmOptions: false where

@@ -62,10 +62,10 @@ struct GemmChoice {
   bool is_served() const { return !settled || !algorithms.empty(); }
 };
 
-// Asks the library where nothing is known yet, and measures where the knowledge wants it. Where there
-// is no memory to measure with, or no candidate runs, the library's order stands and is not settled:
-// the 2nd, 4th, 8th... call tries again. Throws what fail() throws where the library had no answer;
-// then nothing is remembered.
+// Asks the library where nothing is known yet, and measures where the knowledge wants it. Where
+// there is no memory to measure with, or no candidate runs, the library's order stands and is not
+// settled: the 2nd, 4th, 8th... call tries again. Throws what fail() throws where the library had
+// no answer; then nothing is remembered.
 void settle(GemmChoice& choice, const GemmKnowledge& knowledge, GemmCalls& calls);
 
 // The same, then queues the product and says true; false where the library has no algorithm for it.

@@ -7,10 +7,10 @@
 //
 // A key names GPU, library version and problem (gemm.h, describe), so that one file serves several
 // machines. The file is JSON: {"format": "tessera gemm table 1", "entries": {KEY: {"algorithm":
-// hexadecimal, "microseconds": number}}}. It is written at most once a second, since a step of a new
-// shape brings a hundred entries, and where the table ends. Entries that another process added meanwhile stay; of one
-// key the last one written does. A file that is damaged is a FormatError that names it and the
-// place; one that cannot be read or written an IoError. Thread-safe.
+// hexadecimal, "microseconds": number}}}. It is written at most once a second, since a step of a
+// new shape brings a hundred entries, and where the table ends. Entries that another process added
+// meanwhile stay; of one key the last one written does. A file that is damaged is a FormatError
+// that names it and the place; one that cannot be read or written an IoError. Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -70,8 +70,8 @@ class GemmTable {
 // Unset: tessera/gemm_table.json in the user's cache folder (XDG_CACHE_HOME or ~/.cache), which is
 // made; in memory where it cannot be written, and then each process measures for itself.
 std::unique_ptr<GemmTable> gemm_table_of_environment();
-// The same, made by the first call and written for the last time where the program exits; null where
-// the environment asks for none.
+// The same, made by the first call and written for the last time where the program exits; null
+// where the environment asks for none.
 GemmTable* process_gemm_table();
 
 // What was measured on cards and lies in the program (core/cuda/libraries/tables, which

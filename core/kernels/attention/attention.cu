@@ -492,8 +492,8 @@ void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& va
   });
 }
 
-// A single query, as each token of a generation asks for: its keys are one more each time, and a plan
-// of the library is for an exact number. It reads them once, which own kernels do as well.
+// A single query, as each token of a generation asks for: its keys are one more each time, and a
+// plan of the library is for an exact number. It reads them once, which own kernels do as well.
 bool is_for_own_kernels(const Tensor& query) { return query.size(2) == 1; }
 
 void count_by_library(const AttentionSpec& spec, bool by_library) {

@@ -9,7 +9,8 @@
 //
 // On a GPU cuDNN runs it where it can, with probabilities rounded to the operands' dtype and,
 // unless the policy says otherwise, other dropout numbers and an order of sums in backward that
-// changes; else own tiles do, whose bits depend on the operands alone. A single query is theirs too.
+// changes; else own tiles do, whose bits depend on the operands alone. A single query is theirs
+// too.
 #pragma once
 
 #include <tessera/core/random.h>
@@ -17,8 +18,9 @@
 
 namespace tessera::kernels {
 
-// How attention runs on a GPU where NVIDIA's cuDNN serves it (core/cuda/libraries/attention_graph.h); a slot
-// of the context, read by the op and kept for its backward.
+// How attention runs on a GPU where NVIDIA's cuDNN serves it
+// (core/cuda/libraries/attention_graph.h); a slot of the context, read by the op and kept for its
+// backward.
 struct AttentionPolicy {
   bool library = true;         // false: own kernels only
   bool deterministic = false;  // backward with the same bits each run: slower, 2 B H T S bytes

@@ -33,7 +33,8 @@ constexpr float kHidden = -1e30f, kShifted = -1e29f;
 constexpr int64_t kMostBias = int64_t{1} << 28;  // bytes
 
 struct Bias {
-  // f32 [B, H, T, S] with 1 where the mask is the same for all, rows aligned. Backward has all T rows.
+  // f32 [B, H, T, S] with 1 where the mask is the same for all, rows aligned. Backward has all T
+  // rows.
   Tensor values;
   Tensor hidden;  // u8 [B, H, T] of the same: the row has no keys
 };

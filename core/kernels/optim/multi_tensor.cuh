@@ -149,8 +149,9 @@ TS_DEVICE T* elements_of(const Span& span, int64_t i) {
 #endif
 }
 
-// The first `count` of a group, zeros behind them; it may be negative, and more than there are. Nobody clamps
-// it: ptxas 13.0 takes max(min(count, 2), 0) == 2 for count >= 1 (scripts/check_ptx.sh, clamp_equal).
+// The first `count` of a group, zeros behind them; it may be negative, and more than there are.
+// Nobody clamps it: ptxas 13.0 takes max(min(count, 2), 0) == 2 for count >= 1
+// (scripts/check_ptx.sh, clamp_equal).
 template <class T, class C, int kGroup>
 TS_DEVICE void load_group_of(const Span& span, int64_t i, int count, C (&values)[kGroup]) {
   const T* const x = elements_of<T>(span, i);
