@@ -250,16 +250,11 @@ std::vector<std::string> ignored_modules(nn::ModuleBase& model, const Settings& 
   const auto& [pattern, origin] = settings.fsdp_ignored_modules;
   if (pattern.empty()) return {};
   const std::string source = "fsdp_ignored_modules=" + pattern + " (" + origin.describe() + ")";
-  std::regex expression;
-  try {
-    expression = compile_regex(pattern);
-  } catch (const std::regex_error& error) {
-    TS_THROW(ConfigError, "prepare", source, " is no regular expression: ", error.what());
-  }
+  const Regex expression(pattern, "prepare: " + source);
   std::vector<std::string> names;
   bool matches = false;
   for (const auto& [name, module] : model.named_modules()) {
-    if (name.empty() || !std::regex_match(name, expression)) continue;
+    if (name.empty() || !expression.matches(name)) continue;
     matches = true;
     const bool inside = std::ranges::any_of(names, [&, own = &name](const std::string& outer) {
       return own->starts_with(outer + ".");

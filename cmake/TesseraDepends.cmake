@@ -48,6 +48,8 @@ tessera_require("zlib" ZLIB_FOUND "${ZLIB_VERSION_STRING}" "apt install zlib1g-d
 find_path(TESSERA_XXHASH_INCLUDE xxhash.h)  # compiled in: its library is not linked
 mark_as_advanced(TESSERA_XXHASH_INCLUDE)
 tessera_require("xxHash" TESSERA_XXHASH_INCLUDE "${TESSERA_XXHASH_INCLUDE}" "apt install libxxhash-dev")
+find_package(PCRE2 10.34 QUIET)
+tessera_require("PCRE2" PCRE2_FOUND "${PCRE2_VERSION}" "10.34 or later; apt install libpcre2-dev")
 find_package(ICU QUIET COMPONENTS uc data)
 tessera_require("ICU" ICU_FOUND "${ICU_VERSION}" "apt install libicu-dev")
 set(oneDNN_FOUND OFF)

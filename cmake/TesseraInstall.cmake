@@ -47,4 +47,4 @@ write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/tesseraConfigVersio
   COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfig.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfigVersion.cmake
-  ${CMAKE_CURRENT_LIST_DIR}/FindoneDNN.cmake DESTINATION ${tessera_package_dir})
+  ${CMAKE_CURRENT_LIST_DIR}/FindoneDNN.cmake ${CMAKE_CURRENT_LIST_DIR}/FindPCRE2.cmake DESTINATION ${tessera_package_dir})

@@ -45,7 +45,7 @@ function(tessera_floor name)
   endforeach()
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/${name}
        ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.h)
-  list(FILTER headers EXCLUDE REGEX "^transport/(mpi|nccl)/|^models/config_reader")  # private
+  list(FILTER headers EXCLUDE REGEX "^transport/(mpi|nccl)/|^models/config_reader|^io/bounded_json")  # private
   # Of the GPU backend only its interface is public, and what a dry device was asked for; the rest
   # needs CUDA's headers.
   list(FILTER headers EXCLUDE REGEX "^gpu/transfers|^cuda/(emulation/|[^dt]|device|dry/record)")
@@ -60,7 +60,7 @@ endfunction()
 tessera_floor(core)
 target_compile_options(tessera_core PRIVATE ${TESSERA_ASAN_INLINE})
 target_link_libraries(tessera_core PUBLIC Threads::Threads PRIVATE
-  $<BUILD_INTERFACE:Eigen3::Eigen> $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+  $<BUILD_INTERFACE:Eigen3::Eigen> $<BUILD_INTERFACE:nlohmann_json::nlohmann_json> PCRE2::8BIT)
 # Factorisations keep to the thread that calls them: a team of their own would have a say in bits.
 set_source_files_properties(core/kernels/linalg/linalg_cpu.cpp core/kernels/linalg/linalg_orthogonal_cpu.cpp
   PROPERTIES COMPILE_DEFINITIONS EIGEN_DONT_PARALLELIZE)

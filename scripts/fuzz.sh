@@ -10,7 +10,7 @@ shift || true
 [[ $seconds =~ ^[1-9][0-9]*$ ]] || { echo "fuzz.sh: SECONDS must be a positive number; got '$seconds'" >&2; exit 2; }
 
 scripts/install_packages.sh clang libomp-dev cmake ninja-build libeigen3-dev nlohmann-json3-dev \
-  zlib1g-dev libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libxxhash-dev
+  zlib1g-dev libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libxxhash-dev libpcre2-dev
 # shellcheck source=scripts/compiler_cache.sh
 source scripts/compiler_cache.sh
 cmake --preset fuzz

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 
 tests=(test_half test_math test_ops test_golden_ops test_gemm test_matmul test_conv test_attention test_recurrent_layer)
 packages=(libc6-dev libstdc++-12-dev libgcc-12-dev linux-libc-dev libgomp1 libyaml-cpp-dev libprotobuf-dev libpng-dev
-  zlib1g-dev libicu-dev libxxhash-dev libgtest-dev libeigen3-dev nlohmann-json3-dev libcli11-dev)
+  zlib1g-dev libicu-dev libxxhash-dev libpcre2-dev libgtest-dev libeigen3-dev nlohmann-json3-dev libcli11-dev)
 
 need_compiler() {
   if ! command -v aarch64-linux-gnu-g++ > /dev/null; then

@@ -286,6 +286,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"core/tensor/placement.h", "inside of tensors; dtensor.h implements it"},
     {"core/tensor/unreadable_storage.h", "inside of tensors"},
     {"core/tensor/whole_exchange.h", "inside of optimizers"},
+    {"core/io/bounded_json.h", "inside of readers"},
     {"core/io/zip_reader.h", "inside of torch_file.h"},
     {"data/text/json_error.h", "inside of readers"},
     {"data/text/special_tokens.h", "inside of tokenizers"},

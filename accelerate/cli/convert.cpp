@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <set>
 
@@ -14,6 +13,7 @@
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
+#include <tessera/core/io/bounded_json.h>
 #include <tessera/core/state/torch_file.h>
 
 namespace tessera::cli {
@@ -40,8 +40,7 @@ std::vector<fs::path> torch_files(const fs::path& source) {
                 kTorchWhole, " nor ", kTorchIndex, "; give the file that is meant");
   }
   if (!index.string().ends_with(".index.json")) return {source};
-  std::ifstream file(index);
-  const auto json = nlohmann::json::parse(file, nullptr, false);
+  const auto json = read_bounded_json(index.string());
   TS_CHECK_AS(FormatError,
               json.is_object() && json.contains("weight_map") && json["weight_map"].is_object() &&
                   !json["weight_map"].empty(),

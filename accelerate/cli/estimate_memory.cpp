@@ -56,6 +56,7 @@ std::string base_name(const std::string& kind, const std::string& name) {
 Model read_model(const std::string& path) {
   Model model{PlannedModel::read(path)};
   const std::string& kind = model.trained.kind;
+  std::map<std::string, size_t> known;
   for (const accelerate::ListedModule& module : model.trained.parameters.modules) {
     const std::string name = base_name(kind, module.name);
     if (name.empty() && !module.name.empty()) continue;
@@ -63,8 +64,9 @@ Model read_model(const std::string& path) {
     const std::string block = kind == "bert" && !name.starts_with("encoder.")
                                   ? name.substr(0, name.find('.'))
                                   : accelerate::ParameterList::block_of(name);
-    auto part = std::ranges::find(model.parts, block, &Part::name);
-    if (part == model.parts.end()) part = model.parts.insert(part, {.name = block});
+    const auto [at, is_new] = known.try_emplace(block, model.parts.size());
+    if (is_new) model.parts.push_back({.name = block});
+    Part* const part = &model.parts[at->second];
     part->elements += static_cast<double>(module.buffer_bytes) / 4;
     for (const auto& [own, shape] : module.parameters) {
       part->elements += static_cast<double>(numel_of(shape));
@@ -178,6 +180,11 @@ std::vector<ModeRow> modes(const Model& model, const Dtype& dtype, const Way& wa
   return rows;
 }
 
+// An integer where one can be so large.
+nlohmann::json json_bytes(double bytes) {
+  return bytes < 0x1p63 ? nlohmann::json(static_cast<int64_t>(bytes)) : nlohmann::json(bytes);
+}
+
 int estimate(const EstimateRequest& request) {
   const Model model = read_model(request.path);
   TS_CHECK_AS(ConfigError, (request.batch == 0) == (request.tokens == 0), kEstimate,
@@ -204,16 +211,16 @@ int estimate(const EstimateRequest& request) {
     for (const Dtype& dtype : dtypes) {
       nlohmann::ordered_json row = {
           {"dtype", dtype.name},
-          {"largest_layer_bytes", static_cast<int64_t>(model.largest().elements * dtype.bytes)},
-          {"total_bytes", static_cast<int64_t>(model.elements() * dtype.bytes)},
-          {"training_bytes", static_cast<int64_t>(adam(dtype))}};
+          {"largest_layer_bytes", json_bytes(model.largest().elements * dtype.bytes)},
+          {"total_bytes", json_bytes(model.elements() * dtype.bytes)},
+          {"training_bytes", json_bytes(adam(dtype))}};
       for (const Way& way : ways_of(dtype)) {
         for (const ModeRow& mode : modes(model, dtype, way, request)) {
-          row[way.key][mode.mode] = {{"parameters", static_cast<int64_t>(mode.parameters)},
-                                     {"gradients", static_cast<int64_t>(mode.gradients)},
-                                     {"optimizer", static_cast<int64_t>(mode.optimizer)},
-                                     {"activations", static_cast<int64_t>(mode.activations)},
-                                     {"total", static_cast<int64_t>(mode.total())}};
+          row[way.key][mode.mode] = {{"parameters", json_bytes(mode.parameters)},
+                                     {"gradients", json_bytes(mode.gradients)},
+                                     {"optimizer", json_bytes(mode.optimizer)},
+                                     {"activations", json_bytes(mode.activations)},
+                                     {"total", json_bytes(mode.total())}};
         }
       }
       out["dtypes"].push_back(row);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <set>
 
@@ -14,6 +13,7 @@
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
+#include <tessera/core/io/bounded_json.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/distributed/checkpoint/reader.h>
 
@@ -61,9 +61,7 @@ fs::path find_index(const fs::path& source) {
 Source open_source(const std::string& path) {
   Source source;
   source.index = find_index(path);
-  std::ifstream file(source.index);
-  TS_CHECK_AS(IoError, file.is_open(), kMerge, "cannot read ", source.index.string());
-  const auto json = nlohmann::json::parse(file, nullptr, false);
+  const auto json = read_bounded_json(source.index.string());
   TS_CHECK_AS(FormatError,
               json.is_object() && json.contains("weight_map") && json["weight_map"].is_object() &&
                   !json["weight_map"].empty(),

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/error.h>
+#include <tessera/core/io/bounded_json.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -46,7 +47,7 @@ Link link_of(const nlohmann::json& json, const std::string& path, const std::str
 }  // namespace
 
 Network Network::parse(const std::string& text, const std::string& path) {
-  const auto json = nlohmann::json::parse(text, nullptr, false);
+  const auto json = parse_bounded_json(text, path);
   TS_CHECK_AS(FormatError, json.is_object(), kNetwork, path, " is no JSON object");
   Network network;
   for (const char* needed : {kBandwidth, kLatency}) {

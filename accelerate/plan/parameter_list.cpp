@@ -10,6 +10,7 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/bounded_json.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/core/tensor/empty.h>
 #include <tessera/nn/module.h>
@@ -54,6 +55,8 @@ ListedModule module_of_report(const Json& json, const std::string& path, size_t 
                             return size.is_number_integer() && size.get<int64_t>() >= 0;
                           });
         check(pair, name, "a list of [name, shape]");
+        check(parameter[1].size() <= static_cast<size_t>(kMaxDims), name,
+              "a list of shapes with at most 16 sizes");
         module.parameters.push_back(
             {parameter[0].get<std::string>(), Shape(parameter[1].get<std::vector<int64_t>>())});
       }
@@ -183,15 +186,24 @@ std::string ParameterList::block_of(const std::string& module) {
 }
 
 ParameterList ParameterList::parse(const std::string& text, const std::string& path) {
-  const Json json = Json::parse(text, nullptr, false);
+  const Json json = parse_bounded_json(text, path);
   TS_CHECK_AS(FormatError, json.is_object(), kList, path, " is no JSON object");
   TS_CHECK_AS(FormatError, json.contains("modules"), kList, path, " has no \"modules\"");
   ParameterList list{.kind = "report"};
   TS_CHECK_AS(FormatError, json["modules"].is_array() && !json["modules"].empty(), kList, path,
               ": \"modules\" has to be a list of modules");
+  double elements = 0;
   for (const Json& module : json["modules"]) {
     list.modules.push_back(module_of_report(module, path, list.modules.size()));
+    for (const auto& [name, shape] : list.modules.back().parameters) {
+      double all = 1;
+      for (const int64_t size : shape) all *= static_cast<double>(size);
+      elements += all;
+    }
   }
+  // Bytes of a training are numbers, too.
+  TS_CHECK_AS(FormatError, elements <= 0x1p50, kList, path, ": \"modules\" have ", elements,
+              " elements, and at most 2^50 are planned for");
   for (const auto& [key, value] : json.items()) {
     if (key == "modules") continue;
     TS_CHECK_AS(FormatError, key == "kind" || key == "block_class", kList, path, ": \"", key,

@@ -1,8 +1,6 @@
 #include <tessera/accelerate/plan/planned_model.h>
 
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <set>
 
@@ -10,6 +8,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/io/bounded_json.h>
 #include <tessera/nn/models/bert.h>
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/models/llama.h>
@@ -71,18 +70,13 @@ PlannedModel of_list(ParameterList list) {
   return {.kind = list.kind, .parameters = std::move(list), .training = training};
 }
 
-std::string text_of(const std::string& path) {
-  std::ifstream file(path);
-  TS_CHECK_AS(IoError, file.is_open(), kModel, "cannot read ", path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 // A config.json, or a report.
 PlannedModel of_json(const std::string& path) {
-  const std::string text = text_of(path);
-  const Json json = Json::parse(text, nullptr, false);
+  const MappedFile file(path);
+  const Json json = parse_bounded_json(file.text(), path);
   TS_CHECK_AS(FormatError, json.is_object(), kModel, path, " is no JSON object");
-  if (json.contains("modules")) return of_list(ParameterList::parse(text, path));
+  if (json.contains("modules"))
+    return of_list(ParameterList::parse(std::string(file.text()), path));
   const auto kind = json.find("model_type");
   TS_CHECK_AS(FormatError, kind != json.end() && kind->is_string(), kModel, path,
               " has no \"model_type\": it is no configuration of a transformers model");
@@ -98,9 +92,7 @@ PlannedModel of_json(const std::string& path) {
 }
 
 std::vector<std::string> files_of_index(const std::string& path) {
-  std::ifstream file(path);
-  TS_CHECK_AS(IoError, file.is_open(), kModel, "cannot read ", path);
-  const auto json = Json::parse(file, nullptr, false);
+  const Json json = read_bounded_json(path);
   TS_CHECK_AS(FormatError,
               json.is_object() && json.contains("weight_map") && json["weight_map"].is_object() &&
                   !json["weight_map"].empty(),

@@ -12,7 +12,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
-#include <tessera/core/io/mapped_file.h>
+#include <tessera/core/io/bounded_json.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/core/tensor/element_guard.h>
@@ -295,8 +295,7 @@ void add_file(const std::string& path, const std::set<std::string>* wanted, Stat
 }
 
 StateDict load_index(const fs::path& path) {
-  const MappedFile file(path.string());
-  const Json index = Json::parse(file.text().begin(), file.text().end(), nullptr, false);
+  const Json index = read_bounded_json(path.string());
   const auto map = index.is_object() ? index.find("weight_map") : index.end();
   TS_CHECK_AS(FormatError, index.is_object() && map != index.end() && map->is_object(), kLoad, "'",
               path.string(),

@@ -44,18 +44,68 @@ bool any_names_end_of(const std::vector<std::string>& names, std::string_view do
   return std::ranges::any_of(names, [&](const auto& name) { return names_end_of(name, dotted); });
 }
 
-std::regex compiled(const std::string& pattern, const char* option) {
-  try {
-    return compile_regex(pattern);
-  } catch (const std::regex_error& error) {
-    TS_THROW(ConfigError, "add_lora", option, " holds '", pattern,
-             "', which is no regular expression (", error.what(), ")");
+Regex compiled(const std::string& pattern, const char* option) {
+  return Regex(pattern, std::string("add_lora: ") + option);
+}
+
+// The patterns of ranks or alphas as PEFT applies them: to the end of a dotted name. A name that is
+// written out needs no expression, of which a stranger's file could have millions.
+template <class Value>
+class EndPatterns {
+ public:
+  EndPatterns(const LoraPatterns<Value>& patterns, const char* option) : patterns_(patterns) {
+    constexpr int64_t kMostExpressions = 256;  // names written out have no bound
+    for (const auto& [pattern, value] : patterns) {
+      expressions_.emplace_back();
+      if (is_plain(pattern)) continue;
+      TS_CHECK_AS(ConfigError, ++count_ <= kMostExpressions, "add_lora", option, " has more than ",
+                  kMostExpressions, " regular expressions; write the names out");
+      expressions_.back() = compiled("(?:.*\\.)?(?:" + pattern + ")", option);
+    }
+    matched_.resize(patterns.size());
   }
-}
-// The pattern as PEFT applies those of ranks: to the end of a dotted name.
-std::regex compiled_end(const std::string& pattern, const char* option) {
-  return compiled("(?:.*\\.)?(?:" + pattern + ")", option);
-}
+  // The value of the first pattern that matches the end of the name.
+  Value of(const std::string& name, Value otherwise) {
+    std::optional<Value> first;
+    for (size_t i = 0; i < patterns_.size(); ++i) {
+      const std::string& pattern = patterns_[i].first;
+      if (!(expressions_[i] ? expressions_[i]->matches(name) : plain_names_end_of(pattern, name))) {
+        continue;
+      }
+      matched_[i] = true;
+      if (!first) first = patterns_[i].second;
+    }
+    return first.value_or(otherwise);
+  }
+  const std::string* unmatched() const {
+    for (size_t i = 0; i < patterns_.size(); ++i) {
+      if (!matched_[i]) return &patterns_[i].first;
+    }
+    return nullptr;
+  }
+
+ private:
+  static bool is_plain(const std::string& pattern) {
+    return std::ranges::all_of(pattern, [](unsigned char c) {
+      return std::isalnum(c) != 0 || c == '_' || c == '-' || c == '.';
+    });
+  }
+  // A dot of an expression is any character.
+  static bool plain_names_end_of(std::string_view pattern, std::string_view dotted) {
+    if (pattern.size() > dotted.size()) return false;
+    const size_t begin = dotted.size() - pattern.size();
+    if (begin > 0 && dotted[begin - 1] != '.') return false;
+    for (size_t i = pattern.size(); i-- > 0;) {
+      if (pattern[i] != '.' && pattern[i] != dotted[begin + i]) return false;
+    }
+    return true;
+  }
+
+  const LoraPatterns<Value>& patterns_;
+  std::vector<std::optional<Regex>> expressions_;
+  std::vector<bool> matched_;
+  int64_t count_ = 0;
+};
 
 // ---- Layers that can be adapted ----------------------------------------------------------------
 
@@ -375,6 +425,10 @@ void check_numbers(const LoraOptions& options) {
               options.names.empty() ? "neither was given" : "both were given");
   TS_CHECK_AS(ConfigError, !options.base_dtype || is_floating(*options.base_dtype), "add_lora",
               "base_dtype must be floating; got ", options.base_dtype.value_or(kF32));
+  TS_CHECK_AS(ConfigError, options.pattern.empty() || options.layers.empty(), "add_lora",
+              "layers go with names; a pattern can say them itself");
+  TS_CHECK_AS(ConfigError, options.layers_pattern.empty() || !options.layers.empty(), "add_lora",
+              "layers_pattern says where the numbers of layers stand, and no layers are given");
   const bool all_linear = std::ranges::count(options.names, kAllLinear) != 0;
   TS_CHECK_AS(ConfigError, !all_linear || options.names.size() == 1, "add_lora", "'", kAllLinear,
               "' stands alone; got ", quoted_list(options.names));
@@ -408,29 +462,49 @@ bool has_tied_weight(const ModuleBase& module,
   return holders.at(module.get_parameter("weight").impl()) > 1;
 }
 
-bool is_chosen(const NamedModule& named, const LoraOptions& options,
-               const std::optional<std::regex>& pattern,
-               const std::unordered_map<const TensorImpl*, int>& holders) {
-  if (pattern) return std::regex_match(named.name, *pattern);
-  if (options.names.front() == kAllLinear) {
-    return dynamic_cast<Linear*>(named.module) != nullptr &&
-           !has_tied_weight(*named.module, holders);
+// Which modules the options name.
+class Choice {
+ public:
+  explicit Choice(const LoraOptions& options) : options_(options) {
+    if (!options.pattern.empty()) pattern_ = compiled(options.pattern, "pattern");
+    if (options.layers.empty()) return;
+    // As PEFT writes them (tuners_utils.py, check_target_module_exists): the first number counts.
+    if (options.layers_pattern.empty()) {
+      layers_.push_back(compiled(".*?\\.[^.]*\\.(?P<idx>\\d+)\\.", "layers"));
+    }
+    for (const std::string& pattern : options.layers_pattern) {
+      layers_.push_back(
+          compiled("(?:^|.*?\\.)" + pattern + "\\.(?P<idx>\\d+)\\.", "layers_pattern"));
+    }
   }
-  return any_names_end_of(options.names, named.name);
-}
+  bool has(const NamedModule& named,
+           const std::unordered_map<const TensorImpl*, int>& holders) const {
+    if (pattern_) return pattern_->matches(named.name);
+    if (std::ranges::count(options_.names, named.name) != 0) return true;
+    const bool named_so = options_.names.front() == kAllLinear
+                              ? dynamic_cast<Linear*>(named.module) != nullptr &&
+                                    !has_tied_weight(*named.module, holders)
+                              : any_names_end_of(options_.names, named.name);
+    return named_so && (options_.layers.empty() || in_layers(named.name));
+  }
 
-// The value of the first pattern that matches the end of the name. Notes all that match.
-template <class Value>
-Value by_pattern(const LoraPatterns<Value>& patterns, const char* option, const std::string& name,
-                 Value otherwise, std::set<std::string>& matched) {
-  std::optional<Value> first;
-  for (const auto& [pattern, value] : patterns) {
-    if (!std::regex_match(name, compiled_end(pattern, option))) continue;
-    matched.insert(pattern);
-    if (!first) first = value;
+ private:
+  bool in_layers(const std::string& name) const {
+    for (const Regex& layer : layers_) {
+      const auto number = layer.group(name, "idx");
+      if (!number) continue;
+      return std::ranges::any_of(options_.layers, [&](int64_t wanted) {
+        const size_t digits = std::min(number->find_first_not_of('0'), number->size() - 1);
+        return number->substr(digits) == std::to_string(wanted);
+      });
+    }
+    return false;
   }
-  return first.value_or(otherwise);
-}
+
+  const LoraOptions& options_;
+  std::optional<Regex> pattern_;
+  std::vector<Regex> layers_;
+};
 
 }  // namespace
 
@@ -483,18 +557,18 @@ std::vector<LoraTarget> lora_targets(ModuleBase& model, const LoraOptions& optio
       }
     }
   }
-  std::optional<std::regex> pattern;
-  if (!options.pattern.empty()) pattern = compiled(options.pattern, "pattern");
+  const Choice choice(options);
+  EndPatterns ranks(options.rank_pattern, "rank_pattern");
+  EndPatterns alphas(options.alpha_pattern, "alpha_pattern");
   std::vector<LoraTarget> targets;
   std::string refused;
-  std::set<std::string> matched_ranks, matched_alphas;
   for (const NamedModule& named : model.named_modules()) {
     if (parts.contains(named.module)) continue;
     const bool inside_saved = std::ranges::any_of(saved, [&](const NamedModule& outer) {
       return named.name == outer.name || named.name.starts_with(outer.name + ".");
     });
     if (inside_saved || any_names_end_of(options.exclude, named.name)) continue;
-    if (!is_chosen(named, options, pattern, holders)) continue;
+    if (!choice.has(named, holders)) continue;
     if (!is_adaptable(*named.module) || groups_of(*named.module) != 1) {
       refused += (refused.empty() ? "'" : ", '") + named.name + "' (" + named.module->type_name() +
                  (is_adaptable(*named.module) ? " in groups)" : ")");
@@ -503,11 +577,8 @@ std::vector<LoraTarget> lora_targets(ModuleBase& model, const LoraOptions& optio
     TS_CHECK_AS(ConfigError,
                 named.module->extension() == nullptr || !LoraAdapter::all_of(*named.module).empty(),
                 "add_lora", "'", named.name, "' has an extension of another kind");
-    targets.push_back(
-        {named.name, named.module,
-         by_pattern(options.rank_pattern, "rank_pattern", named.name, options.rank, matched_ranks),
-         by_pattern(options.alpha_pattern, "alpha_pattern", named.name, options.alpha,
-                    matched_alphas)});
+    targets.push_back({named.name, named.module, ranks.of(named.name, options.rank),
+                       alphas.of(named.name, options.alpha)});
   }
   TS_CHECK_AS(UnsupportedError, refused.empty(), "add_lora", "cannot adapt ", refused,
               "; Linear, Embedding, Conv1d and Conv2d without groups can be: choose among ",
@@ -518,18 +589,16 @@ std::vector<LoraTarget> lora_targets(ModuleBase& model, const LoraOptions& optio
   TS_CHECK_AS(ConfigError, unmatched.empty() || !strict, "add_lora", "no module is named ",
               quoted_list(unmatched), "; there are ", described_layers(model));
   TS_CHECK_AS(ConfigError, !targets.empty(), "add_lora",
-              pattern ? "the pattern '" + options.pattern + "' matches nothing"
-                      : quoted_list(options.names) + " name nothing",
+              !options.pattern.empty() ? "the pattern '" + options.pattern + "' matches nothing"
+                                       : quoted_list(options.names) + " name nothing",
               " that is not excluded or trained in full; there are ", described_layers(model));
-  const auto check_matched = [&](const auto& patterns, const std::set<std::string>& matched,
-                                 const char* option) {
-    for (const auto& entry : patterns) {
-      TS_CHECK_AS(ConfigError, !strict || matched.contains(entry.first), "add_lora", option, " '",
-                  entry.first, "' matches no adapted layer");
-    }
+  const auto check_matched = [&](const auto& patterns, const char* option) {
+    const std::string* const unmatched = strict ? patterns.unmatched() : nullptr;
+    if (unmatched == nullptr) return;
+    TS_THROW(ConfigError, "add_lora", option, " '", *unmatched, "' matches no adapted layer");
   };
-  check_matched(options.rank_pattern, matched_ranks, "rank_pattern");
-  check_matched(options.alpha_pattern, matched_alphas, "alpha_pattern");
+  check_matched(ranks, "rank_pattern");
+  check_matched(alphas, "alpha_pattern");
   return targets;
 }
 

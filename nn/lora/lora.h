@@ -64,12 +64,17 @@ struct LoraOptions {
   // Which layers: dotted names or ends of them ("c_attn" is "transformer.h.0.attn.c_attn", too).
   // {"all-linear"}: every Linear but those whose weight is tied to another module's.
   std::vector<std::string> names = {};  // PEFT: target_modules, a list
-  // Instead of names: a regular expression (ECMAScript) that matches whole dotted names.
-  std::string pattern = {};               // PEFT: target_modules, a string
-  std::vector<std::string> exclude = {};  // names or ends of names that are left out
-  int64_t rank = 8;                       // PEFT: r
-  double alpha = 8;                       // PEFT: lora_alpha
-  double dropout = 0;                     // of a Linear's or convolution's input, while it trains
+  // Instead of names: a regular expression (Perl's, core/regex.h) that matches whole dotted names.
+  std::string pattern = {};  // PEFT: target_modules, a string
+  // With names: only modules in blocks of these numbers, the first number of a dotted name, or the
+  // first behind one of `layers_pattern` (regular expressions) where it is given. Whole dotted names
+  // are adapted in any case.
+  std::vector<int64_t> layers = {};              // PEFT: layers_to_transform
+  std::vector<std::string> layers_pattern = {};  // PEFT: the same
+  std::vector<std::string> exclude = {};         // names or ends of names that are left out
+  int64_t rank = 8;                              // PEFT: r
+  double alpha = 8;                              // PEFT: lora_alpha
+  double dropout = 0;  // of a Linear's or convolution's input, while it trains
   LoraBias bias = LoraBias::kNone;
   bool use_rslora = false;  // scaling = alpha / sqrt(r): Kalajdzievski 2023
   LoraInit init = LoraInit::kKaiming;
@@ -177,7 +182,7 @@ struct LoadLoraOptions {
   std::optional<DType> base_dtype = {};
 };
 // Adds the adapter that a folder of PEFT's describes, unless the model has it, and loads its
-// values. Nothing is changed unless all fits. FormatError, IoError name the file; UnsupportedError
+// values, of adapter_model.safetensors or else of adapter_model.bin. Nothing is changed unless all fits. FormatError, IoError name the file; UnsupportedError
 // names what the folder asks for and tessera has not (DoRA, replicated layers, initialisations that
 // change the base...); ValueError lists all tensors that do not fit.
 LoraSummary load_lora(ModuleBase& model, const std::string& folder,

@@ -7,8 +7,9 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/io/atomic_file.h>
-#include <tessera/core/io/mapped_file.h>
+#include <tessera/core/io/bounded_json.h>
 #include <tessera/core/state/safetensors.h>
+#include <tessera/core/state/torch_file.h>
 #include <tessera/core/tensor/element_guard.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/lora/lora.h>
@@ -25,6 +26,7 @@ using AdapterJson = nlohmann::ordered_json;
 
 constexpr const char* kAdapterConfig = "adapter_config.json";
 constexpr const char* kAdapterWeights = "adapter_model.safetensors";
+constexpr const char* kTorchWeights = "adapter_model.bin";  // of PEFT before 0.6
 constexpr std::string_view kAdapterPrefix = "base_model.model.";
 
 // ---- adapter_config.json -----------------------------------------------------------------------
@@ -68,6 +70,9 @@ AdapterJson to_adapter_json(const LoraOptions& options, const std::vector<LoraTa
           {"lora_dropout", options.dropout},
           {"target_modules", target_modules},
           {"exclude_modules", list_or_null(options.exclude)},
+          {"layers_to_transform",
+           options.layers.empty() ? AdapterJson(nullptr) : AdapterJson(options.layers)},
+          {"layers_pattern", list_or_null(options.layers_pattern)},
           {"modules_to_save", list_or_null(options.modules_to_save)},
           {"bias", peft_name(options.bias)},
           {"use_rslora", options.use_rslora},
@@ -82,8 +87,7 @@ AdapterJson to_adapter_json(const LoraOptions& options, const std::vector<LoraTa
 class AdapterFields {
  public:
   explicit AdapterFields(const std::string& path) : path_(path) {
-    const MappedFile file(path);
-    json_ = AdapterJson::parse(file.text(), nullptr, false);
+    json_ = read_bounded_json<AdapterJson>(path);
     TS_CHECK_AS(FormatError, json_.is_object(), path_,
                 "holds no JSON object; PEFT's adapter_config.json is one");
   }
@@ -100,12 +104,22 @@ class AdapterFields {
     const AdapterJson* value = find(field);
     return value == nullptr ? otherwise : as<T>(*value, field);
   }
-  std::vector<std::string> names(const char* field) const {
+  std::vector<std::string> names(const char* field, bool or_one = false) const {
     const AdapterJson* value = find(field);
     std::vector<std::string> result;
-    if (value == nullptr) return result;
+    if (value == nullptr || *value == "") return result;
+    if (or_one && value->is_string()) return {value->get<std::string>()};
     check(value->is_array(), field, "a list of names", *value);
     for (const auto& name : *value) result.push_back(as<std::string>(name, field));
+    return result;
+  }
+  // One, or a list of them.
+  std::vector<int64_t> integers(const char* field) const {
+    const AdapterJson* value = find(field);
+    if (value == nullptr) return {};
+    if (!value->is_array()) return {as<int64_t>(*value, field)};
+    std::vector<int64_t> result;
+    for (const auto& one : *value) result.push_back(as<int64_t>(one, field));
     return result;
   }
   template <class T>
@@ -148,10 +162,9 @@ void refuse_foreign_fields(const AdapterFields& fields) {
     refused += (refused.empty() ? "" : ", ") + what;
   };
   for (const char* const field :
-       {"use_dora", "lora_bias", "use_qalora", "layers_to_transform", "layers_pattern",
-        "layer_replication", "target_parameters", "trainable_token_indices", "megatron_config",
-        "alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config",
-        "monteclora_config"}) {
+       {"use_dora", "lora_bias", "use_qalora", "layer_replication", "target_parameters",
+        "trainable_token_indices", "megatron_config", "alora_invocation_tokens", "use_bdlora",
+        "arrow_config", "kasa_config", "velora_config", "monteclora_config"}) {
     const AdapterJson* const value = fields.find(field);
     if (value != nullptr && *value != false) append(field);
   }
@@ -184,6 +197,8 @@ LoraOptions read_adapter_config(const std::string& path) {
   } else {
     options.pattern = targets->get<std::string>();
   }
+  options.layers = fields.integers("layers_to_transform");
+  options.layers_pattern = fields.names("layers_pattern", true);
   options.exclude = fields.names("exclude_modules");
   options.rank = fields.get<int64_t>("r", 8);
   options.alpha = fields.get<double>("lora_alpha", 8);
@@ -339,8 +354,12 @@ LoraSummary load_lora(ModuleBase& model, const std::string& folder,
   } else if (!active.empty()) {
     described.adapter = active;
   }
-  const std::string weights = (path / kAdapterWeights).string();
-  const StateDict state = StateDict::from_map(load_safetensors(weights));
+  std::string weights = (path / kAdapterWeights).string();
+  const std::string of_torch = (path / kTorchWeights).string();
+  const bool is_torch = !std::filesystem::exists(weights) && std::filesystem::exists(of_torch);
+  if (is_torch) weights = of_torch;
+  const StateDict state =
+      StateDict::from_map(is_torch ? load_torch_file(weights) : load_safetensors(weights));
   const std::vector<std::string> known = lora_adapter_names(model);
   if (std::ranges::count(known, described.adapter) != 0) {
     const detail::LoraInHand scope(model, described.adapter);

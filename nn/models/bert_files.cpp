@@ -1,10 +1,12 @@
 // Folders of transformers: config.json and model.safetensors.
+#include <algorithm>
 #include <filesystem>
 
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/state/safetensors.h>
 
 #include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/config_limits.h>
 #include <tessera/nn/models/config_reader.h>
 
 namespace tessera::nn::models {
@@ -29,6 +31,14 @@ std::string modern_name(std::string name) {
   return prefixed ? name : "bert." + name;
 }
 
+double weights_of(const BertConfig& config) {
+  const double width = static_cast<double>(config.width);
+  const double block = 4 * width * width + 2 * width * static_cast<double>(config.inner_width());
+  const double rows = static_cast<double>(config.vocab_size) + static_cast<double>(config.context) +
+                      static_cast<double>(config.types) + static_cast<double>(config.labels);
+  return static_cast<double>(config.layers) * block + rows * width;
+}
+
 }  // namespace
 
 void BertConfig::check() const {
@@ -38,6 +48,12 @@ void BertConfig::check() const {
   positive("vocab_size", vocab_size), positive("width", width), positive("layers", layers);
   positive("heads", heads), positive("context", context), positive("types", types);
   positive("labels", labels);
+  TS_CHECK_AS(ConfigError,
+              std::max({vocab_size, width, heads, context, types, labels, inner}) < kLargestSize &&
+                  inner >= 0,
+              "bert", "sizes must be below 2^31; got vocab_size ", vocab_size, ", width ", width,
+              ", inner ", inner, ", context ", context, ", types ", types, ", labels ", labels);
+  check_extent("bert", layers, weights_of(*this));
   TS_CHECK_AS(ConfigError, width % heads == 0, "bert", "width must be a multiple of heads; got ",
               width, " and ", heads);
   TS_CHECK_AS(ConfigError,
@@ -148,7 +164,18 @@ void Bert::load_weights(const std::string& path, std::vector<std::string>* fresh
 std::unique_ptr<Bert> Bert::from_pretrained(const std::string& folder,
                                             std::vector<std::string>* fresh) {
   const std::filesystem::path path(folder);
-  const BertConfig config = BertConfig::read((path / "config.json").string());
+  const std::string config_path = (path / "config.json").string();
+  const BertConfig config = BertConfig::read(config_path);
+  const SafeTensorsFile weights((path / "model.safetensors").string());
+  // Before a model is made: a damaged config.json would ask for any amount of memory.
+  double held = 0;
+  for (const SafeTensorsEntry& entry : weights.entries()) {
+    held += static_cast<double>(numel_of(entry.shape));
+  }
+  constexpr double kWorthTrying = 1 << 28;  // weights; load_state_dict() says more of fewer
+  TS_CHECK_AS(FormatError, std::max(held, kWorthTrying) >= weights_of(config), config_path,
+              "makes ", weights_of(config), " weights; '", weights.path(), "' holds ", held,
+              "; get both files again from one place");
   // What the file lacks keeps its initial values, so they are made where that is allowed.
   ParameterDefaults defaults = ParameterDefaultsGuard::current();
   defaults.initialise = fresh != nullptr;

@@ -1,22 +1,19 @@
 #include <tessera/nn/models/config_reader.h>
 
-#include <fstream>
-#include <sstream>
+#include <cstdint>
+#include <filesystem>
 
 #include <tessera/core/error.h>
+#include <tessera/core/io/bounded_json.h>
 
 namespace tessera::nn::models {
 
 ConfigReader::ConfigReader(const std::string& path) : path_(path) {
-  std::ifstream file(path, std::ios::binary);
-  TS_CHECK_AS(IoError, file, path, "cannot be read; is it a model folder?");
-  std::ostringstream text;
-  text << file.rdbuf();
-  try {
-    json_ = nlohmann::json::parse(text.str());
-  } catch (const nlohmann::json::exception& error) {
-    TS_THROW(FormatError, path, "is not JSON (", error.what(), "); write it again");
-  }
+  TS_CHECK_AS(IoError, std::filesystem::exists(path), path,
+              "cannot be read; is it a model folder?");
+  std::string why;
+  json_ = read_bounded_json(path, &why);
+  TS_CHECK_AS(FormatError, why.empty(), path, "is not JSON (", why, "); write it again");
   TS_CHECK_AS(FormatError, json_.is_object(), path, "holds no JSON object; is it a config.json?");
 }
 
@@ -31,8 +28,10 @@ int64_t ConfigReader::integer(const char* field, std::optional<int64_t> fallback
     TS_CHECK_AS(FormatError, fallback.has_value(), path_, "the field '", field, "' is missing");
     return *fallback;
   }
-  TS_CHECK_AS(FormatError, value->is_number_integer(), path_, "the field '", field,
-              "' must be an integer; it is ", value->dump());
+  const bool fits = value->is_number_integer() &&
+                    (!value->is_number_unsigned() || value->get<uint64_t>() <= INT64_MAX);
+  TS_CHECK_AS(FormatError, fits, path_, "the field '", field, "' must be an integer; it is ",
+              value->dump());
   return value->get<int64_t>();
 }
 

@@ -7,6 +7,7 @@
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/state/safetensors.h>
 
+#include <tessera/nn/models/config_limits.h>
 #include <tessera/nn/models/config_reader.h>
 #include <tessera/nn/models/gpt2.h>
 
@@ -32,16 +33,19 @@ bool is_mask(std::string_view name) {
 // differences load_state_dict() says more: which tensors are missing, and which have other shapes.
 constexpr double kWorthTrying = 1 << 28;  // weights; a GiB
 
+double weights_of(const GptConfig& config) {
+  const double width = static_cast<double>(config.width);
+  const double block = 4 * width * width + 2 * width * static_cast<double>(config.inner_width());
+  return static_cast<double>(config.layers) * block +
+         (static_cast<double>(config.vocab_size) + static_cast<double>(config.context)) * width;
+}
+
 void check_sizes(const GptConfig& config, const std::string& path, const SafeTensorsFile& weights) {
   double held = 0;
   for (const SafeTensorsEntry& entry : weights.entries()) {
     held += static_cast<double>(numel_of(entry.shape));
   }
-  const double width = static_cast<double>(config.width);
-  const double block = 4 * width * width + 2 * width * static_cast<double>(config.inner_width());
-  const double needed =
-      static_cast<double>(config.layers) * block +
-      (static_cast<double>(config.vocab_size) + static_cast<double>(config.context)) * width;
+  const double needed = weights_of(config);
   TS_CHECK_AS(FormatError, needed <= held || needed <= kWorthTrying, path, "n_layer ",
               config.layers, ", n_embd ", config.width, ", n_positions ", config.context,
               " and vocab_size ", config.vocab_size, " make ", needed, " weights; '",
@@ -56,14 +60,15 @@ void GptConfig::check() const {
   };
   positive("vocab_size", vocab_size), positive("context", context), positive("width", width);
   positive("layers", layers), positive("heads", heads);
-  constexpr int64_t kLargest = int64_t{1} << 31;  // products of two sizes are numbers, too
-  TS_CHECK_AS(ConfigError, std::max({vocab_size, context, width, inner}) < kLargest && inner >= 0,
-              "gpt2", "vocab_size, context, width and inner must be below 2^31; got ", vocab_size,
-              ", ", context, ", ", width, " and ", inner);
+  TS_CHECK_AS(ConfigError,
+              std::max({vocab_size, context, width, inner}) < kLargestSize && inner >= 0, "gpt2",
+              "vocab_size, context, width and inner must be below 2^31; got ", vocab_size, ", ",
+              context, ", ", width, " and ", inner);
   TS_CHECK_AS(ConfigError, width % heads == 0, "gpt2", "width must be a multiple of heads; got ",
               width, " and ", heads);
   TS_CHECK_AS(ConfigError, dropout >= 0 && dropout < 1, "gpt2", "dropout must be in [0, 1); got ",
               dropout);
+  check_extent("gpt2", layers, weights_of(*this));
 }
 
 GptConfig GptConfig::read(const std::string& path) {

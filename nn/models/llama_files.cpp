@@ -5,32 +5,49 @@
 
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/state/weight_files.h>
+#include <tessera/nn/models/config_limits.h>
 #include <tessera/nn/models/llama.h>
 
 namespace tessera::nn::models {
 
 using Json = nlohmann::json;
 
+constexpr const char* kTable = "model.embed_tokens.weight";
+
+namespace {
+
+// Of all matrices but a head of its own.
+double weights_of(const LlamaConfig& config) {
+  const auto C = static_cast<double>(config.width), E = static_cast<double>(config.head());
+  const double attention =
+      2 * C * E * (static_cast<double>(config.heads) + static_cast<double>(config.keys()));
+  return static_cast<double>(config.vocab_size) * C +
+         static_cast<double>(config.layers) *
+             (attention + 3 * C * static_cast<double>(config.inner));
+}
+
+}  // namespace
+
 void LlamaConfig::check() const {
-  constexpr int64_t kLargest = int64_t{1} << 31;  // products of two sizes are numbers, too
   for (const auto& [name, value] :
        {std::pair("vocab_size", vocab_size), std::pair("max_position_embeddings", context),
         std::pair("hidden_size", width), std::pair("intermediate_size", inner),
         std::pair("num_hidden_layers", layers), std::pair("num_attention_heads", heads)}) {
-    TS_CHECK_AS(ConfigError, value > 0 && value < kLargest, "llama", name,
+    TS_CHECK_AS(ConfigError, value > 0 && value < kLargestSize, "llama", name,
                 " must be positive and below 2^31; got ", value);
   }
-  TS_CHECK_AS(
-      ConfigError,
-      head_dim < kLargest && (head_dim > 0 || width % heads == 0) && head() > 0 && head() % 2 == 0,
-      "llama", "a head has an even number of features; got ", width, " for ", heads,
-      " heads, and head_dim ", head_dim);
+  TS_CHECK_AS(ConfigError,
+              head_dim < kLargestSize && (head_dim > 0 || width % heads == 0) && head() > 0 &&
+                  head() % 2 == 0,
+              "llama", "a head has an even number of features; got ", width, " for ", heads,
+              " heads, and head_dim ", head_dim);
   TS_CHECK_AS(ConfigError, heads % keys() == 0, "llama",
               "num_attention_heads must be a multiple of num_key_value_heads; got ", heads, " and ",
               keys());
   TS_CHECK_AS(ConfigError, window >= 0 && first_window_layer >= 0, "llama",
               "sliding_window and max_window_layers must not be negative; got ", window, " and ",
               first_window_layer);
+  check_extent("llama", layers, weights_of(*this));
 }
 
 void LlamaConfig::write(const std::string& path, DType dtype) const {
@@ -86,11 +103,7 @@ static void check_sizes(const LlamaConfig& config, const StateDict& weights,
                         const std::string& folder) {
   double held = 0;
   for (const auto& [name, tensor] : weights) held += static_cast<double>(tensor.numel());
-  const auto C = static_cast<double>(config.width), E = static_cast<double>(config.head());
-  const double attention = 2 * C * E * static_cast<double>(config.heads + config.keys());
-  const double needed =
-      static_cast<double>(config.vocab_size) * C +
-      static_cast<double>(config.layers) * (attention + 3 * C * static_cast<double>(config.inner));
+  const double needed = weights_of(config);
   constexpr double kWorthTrying = 1 << 28;  // load_state_dict() says more of smaller differences
   TS_CHECK_AS(FormatError, needed <= held || needed <= kWorthTrying, folder, "config.json makes ",
               needed, " weights and the safetensors hold ", held,

@@ -191,6 +191,36 @@ TEST(EstimateMemory, CLI3_ErrorsSayWhatIsMissing) {
                        "--sequence-length"));
 }
 
+TEST(EstimateMemory, SizesThatAreTooLargeAreSaidAndNeverNegative) {
+  TestFolder folder;
+  const auto complaint = [&](const std::string& text) {
+    const std::string file = folder.write("config.json", text);
+    const FinishedProcess process = tessera_command({"estimate-memory", file});
+    EXPECT_NE(process.code(), 0) << process;
+    return process;
+  };
+  const auto bert_with = [](const nlohmann::json& changes) {
+    nlohmann::json config = nlohmann::json::parse(kBertBaseCased);
+    config.update(changes);
+    return config.dump();
+  };
+  const FinishedProcess deep = complaint(bert_with({{"num_hidden_layers", 100'000}}));
+  EXPECT_TRUE(deep.complained("4096 layers")) << deep;
+  const int64_t most = (int64_t{1} << 31) - 8;
+  const FinishedProcess wide = complaint(bert_with({{"hidden_size", most}, {"vocab_size", most}}));
+  EXPECT_TRUE(wide.complained("weights")) << wide;
+  const FinishedProcess listed = complaint(nlohmann::json{
+      {"modules", {{{"name", "a"}, {"parameters", {{"w", {most, most, most, most}}}}}}}}
+                                               .dump());
+  EXPECT_TRUE(listed.complained("2^50")) << listed;
+  const std::string most_tokens = std::to_string(1 << 30);
+  const auto rows = estimate({folder.write("b.json", kBertBaseCased), "--dtypes", "f32",
+                              "--batch-size", most_tokens, "--sequence-length", most_tokens});
+  for (const auto& [name, value] : rows["dtypes"][0]["per_rank"]["one rank"].items()) {
+    EXPECT_GE(value.get<double>(), 0) << name;
+  }
+}
+
 // ---- plan
 
 const char* const kGpt2Xl = R"({"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25,

@@ -555,9 +555,9 @@ TEST(Lora, ConfigurationsThatAskForMoreAreRefused) {
     return message(R"({"peft_type": "LORA", "target_modules": ["fc1"], )" + fields + "}",
                    static_cast<UnsupportedError*>(nullptr));
   };
-  EXPECT_NE(unsupported(R"("use_dora": true, "layers_to_transform": [1])")
-                .find("asks for use_dora, layers_to_transform"),
-            std::string::npos);
+  EXPECT_NE(
+      unsupported(R"("use_dora": true, "lora_bias": true)").find("asks for use_dora, lora_bias"),
+      std::string::npos);
   EXPECT_NE(unsupported(R"("init_lora_weights": "pissa")").find("pissa"), std::string::npos);
   EXPECT_NE(unsupported(R"("exclude_modules": "fc.*")").find("exclude_modules as a pattern"),
             std::string::npos);
@@ -590,6 +590,67 @@ std::unique_ptr<nn::models::Gpt> golden_gpt() {
   auto model = nn::models::Gpt::from_pretrained(tests::golden_path("gpt2"));
   load_lora(*model, tests::golden_path("lora"), {.trainable = true});
   return model;
+}
+
+TEST(Lora, AnAdapterInAFileOfTorchIsTheSame) {
+  const std::string folder = scratch_folder("bin");
+  std::filesystem::create_directories(folder);
+  std::filesystem::copy(tests::golden_path("lora/adapter_config.json"),
+                        folder + "/adapter_config.json");
+  std::filesystem::copy(tests::golden_path("torch/adapter_model.bin"),
+                        folder + "/adapter_model.bin");
+  auto model = nn::models::Gpt::from_pretrained(tests::golden_path("gpt2"));
+  load_lora(*model, folder);
+  const StateDict expected = lora_state_dict(*golden_gpt());
+  const StateDict loaded = lora_state_dict(*model);
+  ASSERT_EQ(loaded.size(), expected.size());
+  for (const auto& [name, tensor] : expected) {
+    EXPECT_EQ(elements(loaded.at(name)), elements(tensor)) << name;
+  }
+  std::filesystem::remove_all(folder);
+}
+
+// check_target_module_exists of PEFT's tuners_utils.py.
+TEST(Lora, LayersToTransformAreThoseOfPeft) {
+  const auto gpt = [] { return nn::models::Gpt::from_pretrained(tests::golden_path("gpt2")); };
+  const auto adapted = [&](const LoraOptions& options) {
+    const auto model = gpt();
+    return add_lora(*model, options).adapted;
+  };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(adapted({.names = {"c_attn"}, .layers = {1}}), Names{"transformer.h.1.attn.c_attn"});
+  EXPECT_EQ(adapted({.names = {"c_attn"}, .layers = {1, 0}}).size(), 2u);
+  EXPECT_EQ(adapted({.names = {"c_attn"}, .layers = {1}, .layers_pattern = {"x", "h"}}).size(), 1u);
+  EXPECT_EQ(adapted({.names = {"c_attn", "transformer.h.0.mlp.c_fc"}, .layers = {1}}),
+            (Names{"transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn"}));
+  EXPECT_EQ(adapted({.names = {"all-linear"}, .layers = {0}}).size(), 4u);
+  EXPECT_THROW(adapted({.names = {"c_attn"}, .layers = {7}}), ConfigError);
+  EXPECT_THROW(adapted({.names = {"c_attn"}, .layers = {1}, .layers_pattern = {"x"}}), ConfigError);
+  EXPECT_THROW(adapted({.names = {"c_attn"}, .layers_pattern = {"h"}}), ConfigError);
+  EXPECT_THROW(adapted({.pattern = ".*c_attn", .layers = {1}}), ConfigError);
+
+  const std::string folder = scratch_folder("layers");
+  const auto model = gpt();
+  add_lora(*model, {.names = {"c_attn"}, .layers = {1}, .layers_pattern = {"h"}});
+  shake(*model);
+  save_lora(*model, folder);
+  const auto config = [&] {
+    std::ifstream file(folder + "/adapter_config.json");
+    return nlohmann::json::parse(file);
+  }();
+  EXPECT_EQ(config.at("layers_to_transform"), nlohmann::json({1}));
+  for (const nlohmann::json& layers : {nlohmann::json({1}), nlohmann::json(1)}) {
+    for (const nlohmann::json& pattern :
+         {nlohmann::json("h"), nlohmann::json({"h"}), nlohmann::json(""), nlohmann::json()}) {
+      auto changed = config;
+      changed["layers_to_transform"] = layers;
+      changed["layers_pattern"] = pattern;
+      std::ofstream(folder + "/adapter_config.json") << changed.dump();
+      const auto other = gpt();
+      EXPECT_EQ(load_lora(*other, folder).adapted, Names{"transformer.h.1.attn.c_attn"});
+    }
+  }
+  std::filesystem::remove_all(folder);
 }
 
 TEST(Lora, LogitsLossAndGradientsAreThoseOfPeft) {
