@@ -61,7 +61,7 @@ std::vector<fs::path> torch_files(const fs::path& source) {
 struct Converted {
   std::vector<std::unique_ptr<TorchFile>> files;
   StoredWeights stored;
-  std::vector<std::string> others;
+  std::vector<std::string> others, refused;
 };
 
 // The name below `key`; empty where it is not.
@@ -103,6 +103,11 @@ Converted open_torch(const ConvertRequest& request) {
         converted.others.push_back(name);
       }
     }
+    for (const auto& [tensor, what] : file.refused()) {
+      if (const std::string name = name_below(tensor, request.key); !name.empty()) {
+        converted.refused.push_back(name + " (" + what + ")");
+      }
+    }
   }
   TS_CHECK_AS(ConfigError, !converted.stored.weights.empty(), kConvert, request.source,
               " has no tensors",
@@ -114,6 +119,16 @@ Converted open_torch(const ConvertRequest& request) {
 bool goes_along(const fs::path& file) {
   static const std::set<std::string> kKinds = {".json", ".txt", ".model", ".jinja"};
   return kKinds.contains(file.extension().string()) && !file.string().ends_with(".index.json");
+}
+
+void print_left_out(const char* title, const std::vector<std::string>& names) {
+  if (names.empty()) return;
+  std::printf("%s", title);
+  for (size_t i = 0; i < std::min<size_t>(names.size(), 20); ++i) {
+    std::printf(" %s", names[i].c_str());
+  }
+  if (names.size() > 20) std::printf(" and %zu more", names.size() - 20);
+  std::printf("\n");
 }
 
 int convert(const ConvertRequest& request) {
@@ -163,13 +178,8 @@ int convert(const ConvertRequest& request) {
   std::printf("%zu tensors written, and %zu names of tensors that are among them:\n",
               converted.stored.weights.size(), converted.stored.tied.size());
   for (const fs::path& file : written) std::printf("  %s\n", file.c_str());
-  if (converted.others.empty()) return 0;
-  std::printf("left out, for they are no tensors:");
-  for (size_t i = 0; i < std::min<size_t>(converted.others.size(), 20); ++i) {
-    std::printf(" %s", converted.others[i].c_str());
-  }
-  if (converted.others.size() > 20) std::printf(" and %zu more", converted.others.size() - 20);
-  std::printf("\n");
+  print_left_out("left out, for they are no tensors:", converted.others);
+  print_left_out("left out, for their elements cannot be read:", converted.refused);
   return 0;
 }
 

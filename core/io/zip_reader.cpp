@@ -91,22 +91,21 @@ struct ZipRecord {
   std::string name;
   uint64_t header, size;
   uint64_t bytes;  // of the record itself
+  bool compressed;
 };
 
-ZipRecord read_zip_record(const ZipBytes& directory, uint64_t at, std::string_view file) {
+ZipRecord read_zip_record(const ZipBytes& directory, uint64_t at) {
   directory.check(directory.u32(at) == kZipDirectory, "entry at ", at, " of its directory is none");
   const uint64_t name_bytes = directory.u16(at + 28), extra_bytes = directory.u16(at + 30),
                  comment = directory.u16(at + 32);
   ZipRecord record{std::string(directory.part(at + 46, name_bytes).text()), directory.u32(at + 42),
-                   directory.u32(at + 24), 46 + name_bytes + extra_bytes + comment};
+                   directory.u32(at + 24), 46 + name_bytes + extra_bytes + comment,
+                   directory.u16(at + 10) != 0};
   directory.part(at, record.bytes);
   const auto check = [&](bool holds, const char* what) {
     directory.check(holds, "the entry '", record.name, "' ", what);
   };
   check((directory.u16(at + 8) & 1) == 0, "is encrypted");
-  TS_CHECK_AS(UnsupportedError, directory.u16(at + 10) == 0, "zip", "'", file, "': the entry '",
-              record.name,
-              "' is compressed, which torch.save never does; unpack the file and look what it is");
   uint64_t packed = directory.u32(at + 20);
   const ZipBytes extra = directory.part(at + 46 + name_bytes, extra_bytes);
   for (uint64_t field = 0; field < extra_bytes;) {
@@ -120,6 +119,7 @@ ZipRecord read_zip_record(const ZipBytes& directory, uint64_t at, std::string_vi
     }
     field += 4 + length;
   }
+  if (record.compressed) record.size = packed;
   check(packed == record.size, "is stored in another number of bytes than it has");
   return record;
 }
@@ -135,7 +135,7 @@ std::vector<ZipEntry> read_zip_entries(std::span<const std::byte> bytes, std::st
   std::set<std::string_view> names;
   uint64_t at = 0;
   for (uint64_t i = 0; i < table.count; ++i) {
-    ZipRecord record = read_zip_record(directory, at, name);
+    ZipRecord record = read_zip_record(directory, at);
     at += record.bytes;
     file.check(record.header < table.begin, "the entry '", record.name, "' begins beyond its data");
     file.check(file.u32(record.header) == kZipEntry, "the entry '", record.name,
@@ -147,7 +147,7 @@ std::vector<ZipEntry> read_zip_entries(std::span<const std::byte> bytes, std::st
     file.check(file.part(record.header + 30, name_bytes).text() == record.name, "the entry '",
                record.name, "' has another name in its own header");
     taken.emplace_back(record.header, begin + record.size);
-    entries.push_back({std::move(record.name), begin, begin + record.size});
+    entries.push_back({std::move(record.name), begin, begin + record.size, record.compressed});
   }
   file.check(at == directory.size(), "its directory holds more than its entries");
   for (const ZipEntry& entry : entries) {

@@ -22,28 +22,23 @@ constexpr std::string_view kUntyped = "torch.storage.UntypedStorage";
 constexpr std::string_view kRebuild2 = "torch._utils._rebuild_tensor_v2",
                            kRebuild3 = "torch._utils._rebuild_tensor_v3",
                            kParameter = "torch._utils._rebuild_parameter",
-                           kOrderedDict = "collections.OrderedDict", kSize = "torch.Size";
-
-bool is_known(std::string_view name) {
-  if (name == kRebuild2 || name == kRebuild3 || name == kParameter || name == kOrderedDict ||
-      name == kSize || name == kUntyped || kStorages.contains(name)) {
-    return true;
-  }
-  return name.starts_with("torch.") && parse_dtype(name.substr(6)).has_value() &&
-         torch_name_of(*parse_dtype(name.substr(6))) == name.substr(6);
-}
+                           kStateful = "torch._utils._rebuild_parameter_with_state",
+                           kTyped = "torch._tensor._rebuild_from_type_v2",
+                           kOrderedDict = "collections.OrderedDict",
+                           kDefaultDict = "collections.defaultdict", kSize = "torch.Size";
+constexpr std::string_view kTagged = "torch.jit._pickle.";  // a list or dict, and its type
+constexpr std::string_view kTensorMakers = "torch._utils._rebuild_";  // sparse, quantised...
 
 class PickleMachine {
  public:
   PickleMachine(std::string_view bytes, std::string_view name) : bytes_(bytes), name_(name) {}
 
-  Pickle run() {
-    check(bytes_.size() <= kMostBytes, "has ", bytes_.size(), " bytes of structure, and at most ",
-          kMostBytes, " are read");
+  // The first pickle of the bytes; `end` becomes where it ends.
+  Pickle run(size_t& end) {
     while (!step()) {
     }
     check(stack_.size() == 1 && marks_.empty(), "ends with ", stack_.size(), " values");
-    check(at_ == bytes_.size(), "goes on behind its end");
+    end = at_;
     pickle_.root = stack_[0];
     return std::move(pickle_);
   }
@@ -64,6 +59,8 @@ class PickleMachine {
   // ---- Bytes
   std::string_view take(uint64_t count) {
     check(count <= bytes_.size() - at_, "ends within a value of ", count, " bytes");
+    check(count <= kMostBytes && at_ <= kMostBytes - count, "has more than ", kMostBytes,
+          " bytes of structure, which are not read");
     const std::string_view part = bytes_.substr(at_, count);
     at_ += count;
     return part;
@@ -95,6 +92,11 @@ class PickleMachine {
   void push_int(int64_t value) { push(Kind::kInt).integer = value; }
   void push_bool(bool value) { push(Kind::kBool).integer = value; }
   void push_text(std::string_view text) { push(Kind::kText).text = text; }
+  void push_object(std::string_view what) { push(Kind::kObject).text = what.substr(0, 200); }
+  void push_refused_tensor(std::string_view what) {
+    push_object(what);
+    top().integer = 1;
+  }
   PickleValue* pop() {
     check(stack_.size() > (marks_.empty() ? 0 : marks_.back()), "takes a value that is not there");
     PickleValue* value = stack_.back();
@@ -121,7 +123,8 @@ class PickleMachine {
   }
   void extend(Kind kind, const std::vector<PickleValue*>& items) {
     PickleValue& target = top();
-    check(target.kind == kind, "adds items to what takes none");
+    if (target.kind == Kind::kObject && kind == Kind::kList) return;
+    check(target.kind == kind || target.kind == Kind::kObject, "adds items to what takes none");
     check(kind != Kind::kDict || items.size() % 2 == 0, "adds a key without a value");
     target.items.insert(target.items.end(), items.begin(), items.end());
   }
@@ -134,24 +137,31 @@ class PickleMachine {
 
   // ---- Names and calls
   void push_global(std::string_view module, std::string_view name) {
-    const std::string whole = std::string(module) + "." + std::string(name);
-    if (!is_known(whole)) refuse("asks for ", whole.substr(0, 200));
-    push(Kind::kGlobal).text = whole;
+    push(Kind::kGlobal).text = std::string(module) + "." + std::string(name);
   }
+  // ("storage", class, key, device, elements[, what part of another storage it is]).
   void push_storage() {
     const PickleValue& id = *pop();
-    check(id.kind == Kind::kTuple && id.items.size() == 5 && id.items[0]->kind == Kind::kText &&
-              id.items[0]->text == "storage" && id.items[1]->kind == Kind::kGlobal &&
-              id.items[2]->kind == Kind::kText && id.items[4]->kind == Kind::kInt &&
-              id.items[4]->integer >= 0,
+    if (id.kind == Kind::kTuple && id.items.size() == 4 && id.items[0]->text == "module") {
+      stack_.push_back(id.items[1]);  // a class with its source: torch before 1.6
+      return;
+    }
+    check(id.kind == Kind::kTuple && (id.items.size() == 5 || id.items.size() == 6) &&
+              id.items[0]->kind == Kind::kText && id.items[0]->text == "storage" &&
+              id.items[1]->kind == Kind::kGlobal && id.items[2]->kind == Kind::kText &&
+              id.items[4]->kind == Kind::kInt && id.items[4]->integer >= 0,
           "has a storage that is none");
     const std::string& type = id.items[1]->text;
     const auto known = kStorages.find(type);
-    check(known != kStorages.end() || type == kUntyped, "has a storage of ", type);
+    check(type.starts_with("torch.") && type.ends_with("Storage"), "has a storage of ", type);
+    const bool is_part = id.items.size() == 6 && id.items[5]->kind != Kind::kNone;
     PickleValue& storage = push(Kind::kStorage);
     storage.text = id.items[2]->text;
     storage.integer = id.items[4]->integer;
     if (known != kStorages.end()) storage.dtype = known->second;
+    // What tensors of it are called where they cannot be read.
+    if (is_part) storage.items = {&make(Kind::kText)}, storage.items[0]->text = "part of a storage";
+    if (known == kStorages.end() && type != kUntyped) storage.items = {id.items[1]};
   }
   void check_numbers(const PickleValue& list) const {
     check(list.kind == Kind::kTuple && list.items.size() <= static_cast<size_t>(kMaxDims),
@@ -170,44 +180,71 @@ class PickleMachine {
     check(
         items[0]->kind == Kind::kStorage && items[1]->kind == Kind::kInt && items[1]->integer >= 0,
         "makes a tensor of no storage");
+    std::string_view foreign;  // what tessera does not have about it
     for (size_t i = 5; i < items.size(); ++i) {
       const bool is_dtype = is_v3 && i == 6;
-      if (is_dtype) continue;
-      check(items[i]->kind == Kind::kNone ||
-                (items[i]->kind == Kind::kDict && items[i]->items.empty()),
-            "makes a tensor with hooks or metadata");
+      const bool is_empty = items[i]->kind == Kind::kNone ||
+                            (items[i]->kind == Kind::kDict && items[i]->items.empty());
+      if (is_dtype || is_empty) continue;
+      check(i != 5, "makes a tensor with hooks");
+      foreign = "elements that are read as their conjugates or negatives";
     }
     std::optional<DType> dtype = items[0]->dtype;
+    if (!items[0]->items.empty()) foreign = items[0]->items[0]->text;
     if (is_v3) {
       check(items[6]->kind == Kind::kGlobal && items[6]->text.starts_with("torch."),
             "makes a tensor without a dtype");
-      dtype = parse_dtype(std::string_view(items[6]->text).substr(6));
+      const std::string_view named = std::string_view(items[6]->text).substr(6);
+      dtype = parse_dtype(named);
+      if (!dtype || torch_name_of(*dtype) != named) foreign = items[6]->text;
     }
-    check(dtype.has_value(), "makes a tensor without a dtype");
+    check(dtype.has_value() || !foreign.empty(), "makes a tensor without a dtype");
     check_numbers(*items[2]);
     check_numbers(*items[3]);
     check(items[2]->items.size() == items[3]->items.size(), "has a tensor with ",
           items[2]->items.size(), " sizes and ", items[3]->items.size(), " strides");
+    if (!foreign.empty()) return push_refused_tensor(foreign);
     PickleValue& tensor = push(Kind::kTensor);
     tensor.items = {items[0], items[2], items[3]};
     tensor.dtype = dtype;
     tensor.integer = items[1]->integer;
   }
+  // A tensor that a function gives back with attributes or as a class: without them.
+  void push_data(PickleValue& data) {
+    const bool is_tensor =
+        data.kind == Kind::kTensor || (data.kind == Kind::kObject && data.integer == 1);
+    check(is_tensor, "makes a parameter of no tensor");
+    stack_.push_back(&data);
+  }
   void call() {
     const PickleValue& arguments = *pop();
     const PickleValue& function = *pop();
+    if (function.kind == Kind::kObject) return push_object(function.text);
     check(function.kind == Kind::kGlobal && arguments.kind == Kind::kTuple,
           "calls what is no name");
+    make_by(function.text, arguments);
+  }
+  void make_by(const std::string& function, const PickleValue& arguments) {
     const auto& items = arguments.items;
-    if (function.text == kRebuild2 || function.text == kRebuild3) {
-      push_tensor(arguments, function.text == kRebuild3);
-    } else if (function.text == kParameter) {  // data, requires_grad, hooks
-      check(items.size() == 3 && items[0]->kind == Kind::kTensor, "makes a parameter of no tensor");
+    if (function == kRebuild2 || function == kRebuild3) {
+      push_tensor(arguments, function == kRebuild3);
+    } else if (function == kParameter || function == kStateful) {  // data, requires_grad, hooks
+      check(items.size() == (function == kParameter ? 3 : 4), "makes a parameter of ", items.size(),
+            " arguments");
+      push_data(*items[0]);
+    } else if (function == kTyped) {  // function, class, arguments, attributes
+      check(items.size() == 4 && items[0]->kind == Kind::kGlobal &&
+                items[2]->kind == Kind::kTuple && items[0]->text != kTyped,
+            "makes a tensor of no function");
+      make_by(items[0]->text, *items[2]);
+    } else if (function.starts_with(kTagged) && !items.empty()) {  // libtorch's pickle_save
       stack_.push_back(items[0]);
-    } else if (function.text == kSize) {
+    } else if (function == kSize) {
       check(items.size() == 1 && items[0]->kind == Kind::kTuple, "makes a size of no tuple");
       stack_.push_back(items[0]);
-    } else if (function.text == kOrderedDict) {
+    } else if (function == kDefaultDict) {
+      push(Kind::kDict);
+    } else if (function == kOrderedDict) {
       PickleValue& dict = push(Kind::kDict);
       if (items.empty()) return;
       check(items.size() == 1 && items[0]->kind == Kind::kList, "makes a dict of no list");
@@ -216,14 +253,32 @@ class PickleMachine {
               "makes a dict of no pairs");
         dict.items.insert(dict.items.end(), pair->items.begin(), pair->items.end());
       }
+    } else if (function.starts_with(kTensorMakers)) {
+      push_refused_tensor(function);
     } else {
-      refuse("calls ", function.text);
+      push_object(function);
     }
   }
-  // The attributes of a dict (state_dict()'s _metadata) say nothing about its items.
+  // An object of a class that a global names, with what is on the stack for it taken away.
+  void push_instance(size_t arguments) {
+    for (size_t i = 0; i < arguments; ++i) pop();
+    const PickleValue& type = *pop();
+    if (type.kind == Kind::kObject) return push_object(type.text);
+    check(type.kind == Kind::kGlobal, "makes an object of no class");
+    push_object(type.text);
+  }
+  // The attributes of a dict (state_dict()'s _metadata) say nothing about its items. Those of a
+  // module of TorchScript, which libtorch's archives are, are its parameters and modules.
   void build() {
     const PickleValue& state = *pop();
-    if (top().kind != Kind::kDict) refuse("sets attributes of what is no dict");
+    PickleValue& target = top();
+    if (target.kind == Kind::kObject || target.kind == Kind::kTensor) {
+      const bool is_script = target.text.starts_with("__torch__.");
+      if (is_script && state.kind == Kind::kDict && target.items.empty())
+        target.items = state.items;
+      return;
+    }
+    if (target.kind != Kind::kDict) refuse("sets attributes of what is no dict");
     check(state.kind == Kind::kDict, "has attributes that are no dict");
   }
 
@@ -280,6 +335,49 @@ class PickleMachine {
         break;
       case 0x8d:
         push_text(take(number<uint64_t>()));
+        break;
+      case 'U':  // texts of Python 2
+        push_text(take(number<uint8_t>()));
+        break;
+      case 'T':
+        push_text(take(number<uint32_t>()));
+        break;
+      case 'C':
+        take(number<uint8_t>());
+        push_object("bytes");
+        break;
+      case 'B':
+        take(number<uint32_t>());
+        push_object("bytes");
+        break;
+      case 0x8e:
+      case 0x96:
+        take(number<uint64_t>());
+        push_object("bytes");
+        break;
+      case 0x8b:  // LONG4
+        take(number<uint32_t>());
+        push_object("a large integer");
+        break;
+      case '2':  // DUP
+        stack_.push_back(&top());
+        break;
+      case 0x8f:
+        push_object("set");
+        break;
+      case 0x90:  // ADDITEMS
+        pop_mark();
+        top();
+        break;
+      case 0x91:
+        pop_mark();
+        push_object("frozenset");
+        break;
+      case 0x81:  // NEWOBJ: class, arguments
+        push_instance(1);
+        break;
+      case 0x92:  // NEWOBJ_EX
+        push_instance(2);
         break;
       case ')':
         push(Kind::kTuple);
@@ -377,8 +475,8 @@ class PickleMachine {
   }
   void push_long() {
     const uint8_t count = number<uint8_t>();
-    if (count > 8) refuse("has an integer of ", static_cast<int>(count), " bytes");
     const std::string_view bytes = take(count);
+    if (count > 8) return push_object("a large integer");
     uint64_t value = count > 0 && (bytes.back() & 0x80) != 0 ? ~uint64_t{0} : 0;
     for (size_t i = count; i-- > 0;) value = value << 8 | static_cast<unsigned char>(bytes[i]);
     push_int(static_cast<int64_t>(value));
@@ -409,7 +507,18 @@ Shape PickleValue::sizes() const { return numbers_of(*items.at(1)); }
 Shape PickleValue::strides() const { return numbers_of(*items.at(2)); }
 
 Pickle read_pickle(std::string_view bytes, std::string_view name) {
-  return PickleMachine(bytes, name).run();
+  Pickle pickle = take_pickle(bytes, name);
+  TS_CHECK_AS(
+      FormatError, bytes.empty(), "pickle", "'", name,
+      "' goes on behind its end; the file is damaged or no file of torch.save: get it again");
+  return pickle;
+}
+
+Pickle take_pickle(std::string_view& bytes, std::string_view name) {
+  size_t end = 0;
+  Pickle pickle = PickleMachine(bytes, name).run(end);
+  bytes.remove_prefix(end);
+  return pickle;
 }
 
 }  // namespace tessera

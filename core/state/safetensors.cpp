@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <cstring>
 #include <nlohmann/json.hpp>
 
@@ -87,7 +88,11 @@ class HeaderReader {
                std::map<std::string, std::string>& metadata)
       : path_(path), entries_(entries), metadata_(metadata) {}
 
-  bool null() { unexpected("null"); }
+  bool null() {
+    if (place_ != Place::kTopValue || key_ != kMetadataKey) unexpected("null");
+    place_ = Place::kTop;  // none, as serde reads it
+    return true;
+  }
   bool boolean(bool) { unexpected("a boolean"); }
   bool number_integer(int64_t value) { unexpected(std::to_string(value)); }
   bool number_float(double, const std::string& text) { unexpected("the number " + text); }
@@ -368,6 +373,21 @@ const SafeTensorsEntry& SafeTensorsFile::entry(std::string_view name) const {
   return *found;
 }
 
+std::vector<const SafeTensorsEntry*> SafeTensorsFile::readable_entries() const {
+  std::vector<const SafeTensorsEntry*> readable;
+  for (const SafeTensorsEntry& entry : entries_) {
+    if (entry.dtype) {
+      readable.push_back(&entry);
+    } else {
+      std::fprintf(
+          stderr,
+          "tessera: '%s': the tensor %s is %s, which tessera does not have: it is left out\n",
+          path_.c_str(), shown(entry.name).c_str(), entry.dtype_name.c_str());
+    }
+  }
+  return readable;
+}
+
 Tensor SafeTensorsFile::view(std::string_view name) const {
   const SafeTensorsEntry& found = entry(name);
   TS_CHECK_AS(UnsupportedError, found.dtype.has_value(), "safetensors", "'", path_, "': tensor ",
@@ -405,7 +425,9 @@ Tensor SafeTensorsFile::load(std::string_view name) const {
 std::map<std::string, Tensor> load_safetensors(const std::string& path) {
   const SafeTensorsFile file(path);
   std::map<std::string, Tensor> tensors;
-  for (const SafeTensorsEntry& entry : file.entries()) tensors[entry.name] = file.load(entry.name);
+  for (const SafeTensorsEntry* entry : file.readable_entries()) {
+    tensors[entry->name] = file.load(entry->name);
+  }
   return tensors;
 }
 

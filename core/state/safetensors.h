@@ -46,6 +46,8 @@ class SafeTensorsFile {
 
   // In the order in which their elements lie in the file.
   const std::vector<SafeTensorsEntry>& entries() const { return entries_; }
+  // Those whose dtype tessera has; a line on stderr for each of the others.
+  std::vector<const SafeTensorsEntry*> readable_entries() const;
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   bool contains(std::string_view name) const { return find(name) != nullptr; }
   // Throws ValueError for a name that is not in the file.
@@ -71,7 +73,7 @@ class SafeTensorsFile {
   std::map<std::string, std::string> metadata_;
 };
 
-// All tensors of a file, with bytes of their own.
+// All tensors of a file that tessera has a dtype for (readable_entries), with bytes of their own.
 std::map<std::string, Tensor> load_safetensors(const std::string& path);
 
 // Writes the file whole or not at all (AtomicFile). Any layout; tensors on the CPU. Elements begin

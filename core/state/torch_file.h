@@ -4,15 +4,19 @@
 //     Tensor weight = file.view("encoder.layer.0.weight");  // bytes stay in the mapped file
 //     model.load_state_dict(StateDict::from_map(load_torch_file("pytorch_model.bin")));
 //
-// The container is that of torch since 1.6: a zip of stored entries (zip_reader.h) with a pickle of
-// the structure (pickle_reader.h) and the bytes of each storage. Of the structure every tensor has
-// a name, the keys on the way to it with dots between: {"model": {"w": T}, "states": [{0: U}]} has
-// model.w and states.0.0. What is no tensor, dict, list or tuple (numbers, texts) is listed by name
-// and left out. Objects of classes are refused by the class's name, and nothing is ever called.
+// The container is that of torch since 1.6, a zip of stored entries (zip_reader.h) with a pickle of
+// the structure (pickle_reader.h) and the bytes of each storage, in which libtorch's torch::save
+// writes, too; or that of torch before, pickles and bytes one after the other. Of the structure
+// every tensor has a name, the keys on the way to it with dots between: {"model": {"w": T},
+// "states": [{0: U}]} has model.w and states.0.0. What is no tensor, dict, list or tuple (numbers,
+// texts, objects of classes) is listed by name and left out, and so are tensors that tessera cannot
+// have (int16, sparse ones, those that a stride of 0 makes far larger than the file), each of which
+// is refused when it is asked for. Nothing is ever called.
 //
 // A file is checked whole when it is opened. FormatError: damaged, or a tensor that reaches beyond
-// its storage. UnsupportedError: objects, dtypes that tessera does not have, containers of torch
-// before 1.6, big-endian files, more than 64 levels. IoError: the file cannot be read.
+// its storage. UnsupportedError: a file without a tensor that can be read, archives of libtorch
+// before 1.5, the tar of torch before 0.2, big-endian files, more than 64 levels. IoError: the file
+// cannot be read.
 #pragma once
 
 #include <map>
@@ -26,6 +30,7 @@
 namespace tessera {
 
 class MappedFile;
+struct PickleValue;
 
 struct TorchFileEntry {
   std::string name;
@@ -50,7 +55,9 @@ class TorchFile {
   const std::vector<TorchFileEntry>& entries() const { return entries_; }
   // Names of what is no tensor.
   const std::vector<std::string>& others() const { return others_; }
-  // Throws ValueError for a name that is not in the file.
+  // Tensors that are not read, and what they are ("torch.ShortStorage").
+  const std::map<std::string, std::string, std::less<>>& refused() const { return refused_; }
+  // Throws ValueError for a name that is not in the file, UnsupportedError for one of refused().
   const TorchFileEntry& entry(std::string_view name) const;
 
   // A tensor over the mapped bytes, with the strides of the file, which it keeps alive. Tensors of
@@ -68,10 +75,16 @@ class TorchFile {
   std::map<std::string, std::pair<uint64_t, uint64_t>, std::less<>> storages_;  // bytes of each
   std::vector<TorchFileEntry> entries_;
   std::map<std::string, size_t, std::less<>> positions_;
+  void read_zip();
+  void read_legacy();
+  void take_structure(const PickleValue& root);
+
   std::vector<std::string> others_;
+  std::map<std::string, std::string, std::less<>> refused_;
 };
 
-// All tensors of a file, with bytes of their own.
+// All tensors of a file, with bytes of their own. Those of refused() are left out, which a line on
+// stderr says.
 std::map<std::string, Tensor> load_torch_file(const std::string& path);
 
 }  // namespace tessera

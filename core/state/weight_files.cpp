@@ -279,9 +279,9 @@ namespace {
 // Adds a file's tensors and the other names of tied ones.
 void add_file(const std::string& path, const std::set<std::string>* wanted, StateDict& weights) {
   const SafeTensorsFile file(path);
-  for (const SafeTensorsEntry& entry : file.entries()) {
-    if (wanted != nullptr && !wanted->contains(entry.name)) continue;
-    weights.set(entry.name, file.view(entry.name));
+  for (const SafeTensorsEntry* entry : file.readable_entries()) {
+    if (wanted != nullptr && !wanted->contains(entry->name)) continue;
+    weights.set(entry->name, file.view(entry->name));
   }
   if (wanted != nullptr) {
     for (const std::string& name : *wanted) {
@@ -290,7 +290,7 @@ void add_file(const std::string& path, const std::set<std::string>* wanted, Stat
     }
   }
   for (const auto& [alias, kept] : file.metadata()) {
-    if (file.contains(kept) && !file.contains(alias)) weights.set(alias, file.view(kept));
+    if (weights.contains(kept) && !file.contains(alias)) weights.set(alias, file.view(kept));
   }
 }
 

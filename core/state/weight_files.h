@@ -49,7 +49,8 @@ SavedModel save_weights(const StateDict& weights, const std::string& folder,
                         const SaveModelOptions& options = {});
 
 // `path`: a safetensors file, an index, or a folder that holds either. Mapped, not read: all
-// tensors by name, tied ones under each name. FormatError for a shard that lacks what the index
+// tensors by name, tied ones under each name; those of a dtype that tessera does not have are left
+// out, which a line on stderr says. FormatError for a shard that lacks what the index
 // says, IoError for files that are not there.
 StateDict load_weights(const std::string& path);
 

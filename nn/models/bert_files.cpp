@@ -141,8 +141,8 @@ void BertConfig::write(const std::string& path, DType dtype) const {
 void Bert::load_weights(const std::string& path, std::vector<std::string>* fresh) {
   const SafeTensorsFile file(path);
   StateDict state;
-  for (const SafeTensorsEntry& entry : file.entries()) {
-    if (!is_passed_over(entry.name)) state.set(modern_name(entry.name), file.view(entry.name));
+  for (const SafeTensorsEntry* entry : file.readable_entries()) {
+    if (!is_passed_over(entry->name)) state.set(modern_name(entry->name), file.view(entry->name));
   }
   if (fresh != nullptr) {
     fresh->clear();

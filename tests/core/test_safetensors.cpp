@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/state/weight_files.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::test_safetensors {
@@ -91,6 +92,30 @@ TEST_F(SafeTensors, EveryDTypeAndShapeComesBackAsItWasWritten) {
     expect_same(file.view(name), expected);
   }
   expect_same(load_safetensors(path()).at("i64.matrix"), tensors.at("i64.matrix"));
+}
+
+TEST_F(SafeTensors, ADTypeThatIsNotHereHidesNothing) {
+  for (const auto& [dtype, bytes] :
+       {std::pair("I8", 3), std::pair("I16", 6), std::pair("U16", 6), std::pair("U32", 12),
+        std::pair("U64", 24), std::pair("C64", 24), std::pair("F8_E8M0", 3)}) {
+    const std::string end = std::to_string(bytes), last = std::to_string(bytes + 8);
+    write_file(R"({"__metadata__": null, "foreign": {"dtype": ")" + std::string(dtype) +
+                   R"(", "shape": [3], "data_offsets": [0, )" + end +
+                   R"(]}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [)" + end + ", " +
+                   last + "]}}",
+               static_cast<size_t>(bytes) + 8);
+    const SafeTensorsFile file(path());
+    EXPECT_EQ(file.load("w").numel(), 2) << dtype;
+    EXPECT_THROW(file.view("foreign"), UnsupportedError) << dtype;
+    EXPECT_TRUE(file.metadata().empty());
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(load_safetensors(path()).size(), 1u) << dtype;
+    const StateDict weights = load_weights(path());
+    EXPECT_EQ(weights.size(), 1u) << dtype;
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_NE(said.find("'foreign' is " + std::string(dtype)), std::string::npos) << said;
+  }
+  EXPECT_NE(refusal(write_file(R"({"w": null})", 0)).find("got null"), std::string::npos);
 }
 
 // UTL-1

@@ -2,16 +2,25 @@
 
 state.pt: a state_dict() of every dtype, with views that share a storage, strides, offsets, a parameter,
 an empty and a 0-d tensor; state4.pt: the same by pickle's protocol 4. checkpoint.pt: a training's model
-and optimizer with numbers and texts. Refused are legacy.pt (the format before torch 1.6), object.pt (an
-object of a class), call.pt (a pickle that calls os.system), complex.pt.
+and optimizer with numbers and texts. legacy.pt and legacy_state.pt are in the format before torch 1.6,
+libtorch_tensor.pt and libtorch_module.pt are archives of C++'s torch::save. beside.pt has tensors beside all
+kinds of other things, object.pt beside an object of a class, huge.pt a tensor that a stride of 0 makes 2^30
+times as large as the file has it. adapter_model.bin is lora/adapter_model.safetensors. Refused are call.pt (a
+pickle that calls os.system) and complex.pt.
 """
 
+import argparse
+import collections
 import os
+import subprocess
+import tempfile
 from collections import OrderedDict
 
+import numpy
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.cpp_extension import include_paths, library_paths
 
 from golden_io import HERE
 
@@ -61,6 +70,53 @@ def checkpoint():
             "name": "a text", "best": None, "done": False, "shape": torch.Size([2, 3]), "history": [1, (2.5, [torch.ones(2)])]}
 
 
+def beside():
+    w = torch.arange(6.0).view(2, 3)
+    parameter = nn.Parameter(w + 1)
+    parameter.tag = "decay"
+    noted = w + 2
+    noted.note = [1, 2]
+    foreign = (torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64)
+    return {"foreign": {str(dtype).removeprefix("torch."): torch.ones(3, dtype=dtype) for dtype in foreign},
+            "negative": torch.ones(2, dtype=torch.complex64).conj().imag, "sparse": torch.eye(3).to_sparse(),
+            "set": {"a", "b"}, "frozen": frozenset([1]), "args": argparse.Namespace(lr=1, t=torch.ones(2)),
+            "device": torch.device("cpu"), "dtype": torch.float32, "big": 2**100, "bytes": b"abc", "slice": slice(1, 2),
+            "deque": collections.deque([1]), "counter": collections.Counter("ab"), "array": numpy.arange(3),
+            "complex": 1j, "range": range(3), "keys": {(1, 2): w}, "settings": Settings(),
+            "default": collections.defaultdict(list, {"k": w + 3}), "w": w, "parameter": parameter, "noted": noted}
+
+
+LIBTORCH = """#include <torch/torch.h>
+struct Net : torch::nn::Module {
+  torch::nn::Linear fc{nullptr};
+  torch::nn::BatchNorm1d bn{nullptr};
+  torch::Tensor scale;
+  Net() {
+    fc = register_module("fc", torch::nn::Linear(3, 2));
+    bn = register_module("bn", torch::nn::BatchNorm1d(2));
+    scale = register_parameter("scale", torch::arange(4.0));
+    torch::NoGradGuard no_grad;
+    fc->weight.copy_(torch::arange(6.0).view({2, 3}));
+  }
+};
+int main() {
+  torch::save(torch::arange(6.0).view({2, 3}), "libtorch_tensor.pt");
+  torch::save(std::make_shared<Net>(), "libtorch_module.pt");
+}
+"""
+
+
+def write_libtorch_files():
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = os.path.join(folder, "save.cpp"), os.path.join(folder, "save")
+        with open(source, "w") as file:
+            file.write(LIBTORCH)
+        library = library_paths()[0]
+        subprocess.run(["g++", "-std=c++20", source, "-o", program, *(f"-I{path}" for path in include_paths()), f"-L{library}",
+                        "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library}"], check=True)
+        subprocess.run([program], check=True, cwd=FOLDER)
+
+
 def leaves(value, name=""):
     if isinstance(value, torch.Tensor):
         yield name, value
@@ -78,6 +134,11 @@ def write_all():
     for name, value in (("state", state()), ("checkpoint", checkpoint())):
         save_file({key: x.detach().contiguous().clone() for key, x in leaves(value)}, path(f"{name}.safetensors"))
     torch.save({"w": torch.ones(2)}, path("legacy.pt"), _use_new_zipfile_serialization=False)
+    torch.save({**state(), "settings": Settings()}, path("legacy_state.pt"), _use_new_zipfile_serialization=False)
+    torch.save(beside(), path("beside.pt"))
+    torch.save({"w": torch.ones(1).expand(1 << 30), "v": torch.ones(3)}, path("huge.pt"))
+    write_libtorch_files()
+    torch.save(load_file(os.path.join(HERE, "lora", "adapter_model.safetensors")), path("adapter_model.bin"))
     torch.save({"args": Settings(), "w": torch.ones(2)}, path("object.pt"))
     torch.save({"w": Calls()}, path("call.pt"))
     torch.save({"w": torch.ones(2, dtype=torch.complex64)}, path("complex.pt"))
