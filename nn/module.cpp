@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <map>
@@ -23,6 +24,7 @@
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/call_scopes.h>
 #include <tessera/nn/structure.h>
+#include <tessera/nn/tied_values.h>
 
 namespace tessera::nn {
 namespace {
@@ -765,11 +767,28 @@ std::string LoadReport::describe() const {
   return text;
 }
 
+namespace {
+
+// A line on stderr where a state has two values for one parameter: PyTorch takes the last in
+// silence. Nobody could learn it from the module, which holds one of them.
+void warn_of_two_values(const std::string& first, const Tensor& a, const std::string& last,
+                        const Tensor& b, DType dtype) {
+  if (a.is_meta() || b.is_meta() || element_guard(a) || element_guard(b)) return;  // none to read
+  const auto differ = first_difference(a, b, dtype);
+  if (!differ) return;
+  std::fprintf(stderr,
+               "tessera: load_state_dict: '%s' and '%s' are one parameter, and the state has two "
+               "values for it (%s); that of '%s' is taken: make the module untied to have both\n",
+               first.c_str(), last.c_str(), differ->c_str(), last.c_str());
+}
+
+}  // namespace
+
 template <class Take>
 LoadReport ModuleBase::fit_state_dict(const StateDict& state, const Take& take) const {
   LoadReport report;
   std::unordered_set<std::string> known;
-  std::unordered_set<const TensorImpl*> found;
+  std::unordered_map<const TensorImpl*, NamedTensor> found;  // with what it is given last
   NamedTensors absent;
   visit_state("", [&](const std::string& name, const Tensor& tensor, bool persistent, bool) {
     if (!persistent || !tensor.defined()) return;
@@ -779,9 +798,13 @@ LoadReport ModuleBase::fit_state_dict(const StateDict& state, const Take& take) 
       absent.push_back({name, tensor});
       return;
     }
-    found.insert(tensor.impl());
     const Tensor part = fitting_part(tensor, *source);
+    const auto [other, is_first] = found.try_emplace(tensor.impl(), NamedTensor{name, *source});
     if (part.defined()) {
+      if (!is_first && other->second.tensor.shape() == source->shape()) {
+        warn_of_two_values(other->second.name, other->second.tensor, name, *source, tensor.dtype());
+      }
+      other->second = {name, *source};
       take(tensor, part);
     } else {
       report.misshapen.push_back(name + ": the module has " + described_whole(tensor) +

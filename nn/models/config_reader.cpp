@@ -43,6 +43,14 @@ double ConfigReader::number(const char* field, double fallback) const {
   return value->get<double>();
 }
 
+bool ConfigReader::flag(const char* field, bool fallback) const {
+  const nlohmann::json* value = find(field);
+  if (value == nullptr) return fallback;
+  TS_CHECK_AS(FormatError, value->is_boolean(), path_, "the field '", field,
+              "' must be true or false; it is ", value->dump());
+  return value->get<bool>();
+}
+
 std::string ConfigReader::text(const char* field, const std::string& fallback) const {
   const nlohmann::json* value = find(field);
   return value != nullptr && value->is_string() ? value->get<std::string>() : fallback;

@@ -110,15 +110,14 @@ Gpt::Gpt(const GptConfig& config)
         return add<gpt2::Transformer>("transformer", config);
       }()),
       lm_head([&]() -> Linear& {
-        // Made without bytes: its weight is shared next.
         ParameterDefaults defaults = ParameterDefaultsGuard::current();
-        defaults.device = kMeta;
+        if (config.tied) defaults.device = kMeta;  // made without bytes: it is shared next
         defaults.initialise = false;
         const ParameterDefaultsGuard guard(defaults);
         return add<Linear>("lm_head", config.width, config.vocab_size,
                            LinearOptions{.bias = false});
       }()) {
-  lm_head.share_parameter("weight", transformer.wte.weight);
+  if (config.tied) lm_head.share_parameter("weight", transformer.wte.weight);
   if (ParameterDefaultsGuard::current().initialise) initialise();
 }
 

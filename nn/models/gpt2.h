@@ -34,6 +34,7 @@ struct GptConfig {
   double dropout = 0;
   double layer_norm_eps = 1e-5;
   double initializer_range = 0.02;
+  bool tied = true;  // the head's weight is the table's
   // The id that ends a document, as transformers' generate() reads it; negative: none.
   int64_t end_of_text = -1;
   std::string tokenizer = {};  // "bytes" or "gpt2", for programs that read the folder
@@ -129,8 +130,9 @@ class Gpt : public Module<Gpt> {
                     Logits logits = Logits::kWithoutLoss, gpt2::KvCache* cache = nullptr);
 
   // A folder of transformers: config.json and model.safetensors, names with or without the prefix
-  // "transformer.", c_attn, c_fc and c_proj weights as [in, out] (Conv1D). Causal mask buffers and
-  // a head equal to wte are passed over. FormatError, IoError, ValueError.
+  // "transformer.", c_attn, c_fc and c_proj weights as [in, out] (Conv1D). Causal mask buffers are
+  // passed over. A head that config.json ties to wte and that has other values is one of its own,
+  // which a line on stderr says. FormatError, IoError, ValueError.
   static std::unique_ptr<Gpt> from_pretrained(const std::string& folder);
   void load_weights(const std::string& safetensors_path);
   // From any device. Makes the folder where it is missing. Files appear whole or not at all,
@@ -145,7 +147,7 @@ class Gpt : public Module<Gpt> {
 
   const GptConfig config;
   gpt2::Transformer& transformer;
-  Linear& lm_head;  // its weight is wte's
+  Linear& lm_head;  // its weight is wte's where they are tied
 
  private:
   void initialise();

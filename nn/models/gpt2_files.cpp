@@ -10,13 +10,14 @@
 #include <tessera/nn/models/config_limits.h>
 #include <tessera/nn/models/config_reader.h>
 #include <tessera/nn/models/gpt2.h>
+#include <tessera/nn/models/tied_head.h>
 
 namespace tessera::nn::models {
 namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::string_view kHead = "lm_head.weight";
+constexpr const char* kTable = "transformer.wte.weight";
 
 // Layers that transformers stores as Conv1D, [in, out]; Linear holds [out, in].
 bool is_transposed(std::string_view name) {
@@ -75,7 +76,6 @@ GptConfig GptConfig::read(const std::string& path) {
   const ConfigReader reader(path);
   reader.require("model_type", "gpt2");
   reader.require("activation_function", "gelu_new");
-  reader.require("tie_word_embeddings", true);
   reader.require("scale_attn_weights", true);
   reader.require("scale_attn_by_inverse_layer_idx", false);
   reader.require("add_cross_attention", false);
@@ -89,7 +89,8 @@ GptConfig GptConfig::read(const std::string& path) {
   config.dropout = reader.number("resid_pdrop", 0.1);
   config.layer_norm_eps = reader.number("layer_norm_epsilon", 1e-5);
   config.initializer_range = reader.number("initializer_range", 0.02);
-  config.end_of_text = reader.integer("eos_token_id", -1);
+  config.tied = reader.flag("tie_word_embeddings", true);
+  config.end_of_text = reader.integer_or_class("eos_token_id", -1, 50256);
   config.tokenizer = reader.text("tokenizer");
   reader.check(config);
   return config;
@@ -113,7 +114,7 @@ void GptConfig::write(const std::string& path, DType dtype) const {
                {"n_layer", layers},
                {"n_positions", context},
                {"resid_pdrop", dropout},
-               {"tie_word_embeddings", true},
+               {"tie_word_embeddings", tied},
                {"vocab_size", vocab_size}};
   if (!tokenizer.empty()) json["tokenizer"] = tokenizer;
   AtomicFile file(path);
@@ -121,34 +122,49 @@ void GptConfig::write(const std::string& path, DType dtype) const {
   file.commit();
 }
 
-void Gpt::load_weights(const std::string& path) {
-  const SafeTensorsFile file(path);
+namespace {
+
+// The tensors of a file under the model's names.
+StateDict state_of(const SafeTensorsFile& file) {
   StateDict state;
-  for (const SafeTensorsEntry& entry : file.entries()) {
-    if (is_mask(entry.name) || entry.name == kHead) continue;
-    const std::string name =
-        entry.name.starts_with("transformer.") ? entry.name : "transformer." + entry.name;
-    const Tensor tensor = file.view(entry.name);
+  for (const SafeTensorsEntry* entry : file.readable_entries()) {
+    if (is_mask(entry->name)) continue;
+    const bool prefixed = entry->name.starts_with("transformer.") || entry->name == kHead;
+    const std::string name = prefixed ? entry->name : "transformer." + entry->name;
+    const Tensor tensor = file.view(entry->name);
     state.set(name, is_transposed(name) && tensor.dim() == 2 ? tensor.transpose(0, 1) : tensor);
   }
+  return state;
+}
+
+void load(Gpt& model, const StateDict& state, const std::string& path) {
   try {
-    load_state_dict(state);
+    model.load_state_dict(state);
   } catch (Error& error) {
     error.add_context(path);
     throw;
   }
 }
 
+}  // namespace
+
+void Gpt::load_weights(const std::string& path) {
+  load(*this, state_of(SafeTensorsFile(path)), path);
+}
+
 std::unique_ptr<Gpt> Gpt::from_pretrained(const std::string& folder) {
   const std::filesystem::path path(folder);
   const std::string config_path = (path / "config.json").string();
-  const GptConfig config = GptConfig::read(config_path);
-  check_sizes(config, config_path, SafeTensorsFile((path / "model.safetensors").string()));
+  GptConfig config = GptConfig::read(config_path);
+  const SafeTensorsFile file((path / "model.safetensors").string());
+  check_sizes(config, config_path, file);
+  const StateDict state = state_of(file);
+  config.tied = is_head_tied(config.tied, state, kTable, folder);
   ParameterDefaults defaults = ParameterDefaultsGuard::current();
   defaults.initialise = false;
   const ParameterDefaultsGuard guard(defaults);
   auto model = std::make_unique<Gpt>(config);
-  model->load_weights((path / "model.safetensors").string());
+  load(*model, state, file.path());
   return model;
 }
 
@@ -163,14 +179,16 @@ void Gpt::save_pretrained(const StateDict& weights, const std::string& folder,
   std::filesystem::create_directories(folder, error);
   TS_CHECK_AS(IoError, !error, "gpt2", "cannot make the folder '", folder, "': ", error.message(),
               "; choose a folder that can be written");
+  GptConfig written = config;
+  written.tied = config.tied && !own_head(weights, kTable);  // merging an adapter unties
   std::map<std::string, Tensor> tensors;
   for (const auto& [name, tensor] : weights) {
-    if (name == kHead) continue;  // tied; transformers leaves it out, too
+    if (written.tied && name == kHead) continue;  // transformers leaves it out, too
     const Tensor here = tensor.to(kCpu);
     tensors.emplace(name, is_transposed(name) ? here.transpose(0, 1) : here);
   }
   const std::filesystem::path path(folder);
-  config.write((path / "config.json").string(), transformer.wte.weight.dtype());
+  written.write((path / "config.json").string(), transformer.wte.weight.dtype());
   std::map<std::string, std::string> all = {{"format", "pt"}};  // transformers asks for this one
   all.insert(metadata.begin(), metadata.end());
   save_safetensors((path / "model.safetensors").string(), tensors, all);

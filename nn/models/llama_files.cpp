@@ -7,6 +7,7 @@
 #include <tessera/core/state/weight_files.h>
 #include <tessera/nn/models/config_limits.h>
 #include <tessera/nn/models/llama.h>
+#include <tessera/nn/models/tied_head.h>
 
 namespace tessera::nn::models {
 
@@ -111,12 +112,13 @@ static void check_sizes(const LlamaConfig& config, const StateDict& weights,
 }
 
 std::unique_ptr<Llama> Llama::from_pretrained(const std::string& folder) {
-  const LlamaConfig config =
-      LlamaConfig::read((std::filesystem::path(folder) / "config.json").string());
+  LlamaConfig config = LlamaConfig::read((std::filesystem::path(folder) / "config.json").string());
+  const StateDict weights = tessera::load_weights(folder);
+  config.tied = is_head_tied(config.tied, weights, kTable, folder);
   StateDict state;
-  for (const auto& [name, tensor] : tessera::load_weights(folder)) {
-    if (config.tied && name == "lm_head.weight") continue;
-    if (name.ends_with("rotary_emb.inv_freq")) continue;  // of old checkpoints
+  for (const auto& [name, tensor] : weights) {
+    if (config.tied && name == kHead && weights.contains(kTable)) continue;  // the same twice
+    if (name.ends_with("rotary_emb.inv_freq")) continue;                     // of old checkpoints
     state.set(name, tensor);
   }
   check_sizes(config, state, folder);
@@ -134,9 +136,12 @@ std::unique_ptr<Llama> Llama::from_pretrained(const std::string& folder) {
 }
 
 void Llama::save_pretrained(const std::string& folder, const std::string& max_shard_size) const {
-  save_weights(state_dict(), folder, {.max_shard_size = max_shard_size});
-  config.write((std::filesystem::path(folder) / "config.json").string(),
-               model.embed_tokens.weight.dtype());
+  const StateDict weights = state_dict();
+  save_weights(weights, folder, {.max_shard_size = max_shard_size});
+  LlamaConfig written = config;
+  written.tied = config.tied && !own_head(weights, kTable);  // merging an adapter unties
+  written.write((std::filesystem::path(folder) / "config.json").string(),
+                model.embed_tokens.weight.dtype());
 }
 
 }  // namespace tessera::nn::models

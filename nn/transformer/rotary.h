@@ -35,6 +35,7 @@ struct RotaryOptions {
   double low_freq_factor = 1;
   double high_freq_factor = 4;
   bool interleaved = false;  // pairs (2i, 2i + 1) in place of (i, i + C/2)
+  bool operator==(const RotaryOptions&) const = default;
 };
 
 struct RotaryAngles {

@@ -9,6 +9,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state/safetensors.h>
+#include <tessera/nn/lora/lora.h>
 #include <tessera/nn/models/generation.h>
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/summary.h>
@@ -221,6 +222,52 @@ TEST(Gpt2, LoadsNamesWithoutPrefixAndPassesOverMaskBuffers) {
   const auto model = Gpt::from_pretrained(folder.path());
   EXPECT_EQ(model->transformer.wte.weight.to_vector(),
             golden_model()->transformer.wte.weight.to_vector());
+}
+
+TEST(Gpt2, AHeadThatIsTiedInTheConfigAloneIsOneOfItsOwn) {
+  const Folder folder;
+  auto tensors = load_safetensors(golden_path("gpt2/model.safetensors"));
+  const Tensor table = tensors.at("transformer.wte.weight");
+  std::filesystem::copy_file(golden_path("gpt2/config.json"), folder.file("config.json"));
+  const auto loaded_with = [&](const Tensor& head) {
+    tensors["lm_head.weight"] = head;
+    save_safetensors(folder.file("model.safetensors"), tensors);
+    testing::internal::CaptureStderr();
+    auto model = Gpt::from_pretrained(folder.path());
+    return std::pair(std::move(model), testing::internal::GetCapturedStderr());
+  };
+  const auto [same, silence] = loaded_with(table.clone());
+  EXPECT_TRUE(same->lm_head.weight.is(same->transformer.wte.weight));
+  EXPECT_EQ(silence, "");
+  const auto [apart, warning] = loaded_with(table * 2);
+  EXPECT_NE(warning.find("tie_word_embeddings"), std::string::npos) << warning;
+  const Tensor ids = golden().load("input_ids");
+  const auto expected = ((*same)(ids).logits * 2).to_vector();
+  EXPECT_EQ((*apart)(ids).logits.to_vector(), expected);
+  EXPECT_EQ(apart->named_parameters().size(), same->named_parameters().size() + 1);
+
+  apart->save_pretrained(folder.path());
+  EXPECT_FALSE(GptConfig::read(folder.file("config.json")).tied);
+  EXPECT_EQ((*Gpt::from_pretrained(folder.path()))(ids).logits.to_vector(), expected);
+}
+
+TEST(Gpt2, AnAdapterThatIsMergedIntoATiedWeightComesBackWithItsFolder) {
+  const Tensor ids = golden().load("input_ids");
+  for (const char* const adapted : {"lm_head", "wte"}) {
+    const auto model = golden_model();
+    const NoGradGuard no_grad;
+    add_lora(*model, {.names = {adapted}, .rank = 2, .alpha = 4});
+    for (const auto& [name, tensor] : trainable_parameters(*model)) {
+      tensor.copy_(full(tensor.shape(), 0.25));
+    }
+    merge_lora(*model);
+    remove_lora(*model);
+    const auto merged = (*model)(ids).logits.to_vector();
+    const Folder folder;
+    model->save_pretrained(folder.path());
+    EXPECT_FALSE(GptConfig::read(folder.file("config.json")).tied) << adapted;
+    EXPECT_EQ((*Gpt::from_pretrained(folder.path()))(ids).logits.to_vector(), merged) << adapted;
+  }
 }
 
 TEST(Gpt2, BadFoldersAreErrorsThatNameFileAndField) {

@@ -249,6 +249,150 @@ TEST(Llama, AdaptersLearnWhileTheBaseStaysAndMergeIntoTheSameModel) {
               1e-5 * last);
 }
 
+// ---- What config.json leaves unsaid --------------------------------------------------------------
+
+// The config of a golden folder with fields taken away (discarded) or changed.
+LlamaConfig config_with(const std::string& name, const Json& changes,
+                        const std::vector<std::string>& without = {}) {
+  Json config = read_json(golden_path(name + "/config.json"));
+  config.update(changes);
+  for (const std::string& field : without) config.erase(field);
+  TestFolder folder;
+  folder.write("config.json", config.dump());
+  return LlamaConfig::read(folder.path("config.json"));
+}
+
+TEST(Llama, FieldsThatAreNotThereAreThoseOfTransformersClasses) {
+  EXPECT_EQ(config_with("mistral", Json::object(), {"sliding_window"}).window, 4096);
+  EXPECT_EQ(config_with("mistral", {{"sliding_window", nullptr}}).window, 0);
+  EXPECT_EQ(config_with("qwen2", Json::object(), {"sliding_window", "layer_types"}).window, 4096);
+  EXPECT_EQ(config_with("qwen2", {{"sliding_window", nullptr}}).window, 0);
+  EXPECT_EQ(config_with("qwen2", {{"use_sliding_window", false}}).window, 0);
+  EXPECT_EQ(config_with("qwen2", {{"use_sliding_window", nullptr}}).window, 0);
+  EXPECT_EQ(config_with("qwen2", Json::object(), {"use_sliding_window"}).window, 0);
+  EXPECT_EQ(
+      config_with("qwen2", Json::object(), {"max_window_layers", "layer_types"}).first_window_layer,
+      28);
+  for (const auto& [name, context, keys, begin] :
+       {std::tuple("llama", 2048, 4, 1), std::tuple("mistral", 131072, 8, 1),
+        std::tuple("qwen2", 32768, 32, -1)}) {
+    const LlamaConfig config = config_with(
+        name, {{"num_attention_heads", 32}, {"head_dim", 8}, {"rope_parameters", nullptr}},
+        {"max_position_embeddings", "bos_token_id", "eos_token_id"});
+    EXPECT_EQ(config.context, context) << name;
+    EXPECT_EQ(config.begin_of_text, begin) << name;
+    EXPECT_EQ(config.end_of_text.empty(), begin < 0) << name;
+    EXPECT_EQ(
+        config_with(name, {{"num_attention_heads", 32}, {"head_dim", 8}}, {"num_key_value_heads"})
+            .keys(),
+        keys == 4 ? 32 : keys)
+        << name;
+  }
+}
+
+TEST(Llama, HowPositionsTurnIsReadAsTransformersReadsIt) {
+  const auto rotary = [](const Json& changes) { return config_with("mistral", changes).rotary; };
+  const auto theta = [&](const Json& changes) { return rotary(changes).theta; };
+  EXPECT_EQ(theta({{"rope_parameters", {{"rope_theta", 700}}}}), 700);
+  EXPECT_EQ(theta({{"rope_parameters", Json::object()}, {"rope_theta", 800}}), 800);
+  EXPECT_EQ(theta({{"rope_parameters", nullptr}, {"rope_scaling", Json::object()}}), 10000);
+  EXPECT_EQ(theta({{"rope_parameters", {{"rope_theta", 700}}}, {"rope_scaling", nullptr}}), 700);
+  const Json linear = {{"type", "linear"}, {"factor", 3}};
+  EXPECT_EQ(rotary({{"rope_parameters", Json::object()}, {"rope_scaling", linear}}).factor, 3);
+  EXPECT_EQ(rotary({{"rope_parameters", {{"rope_type", "linear"}, {"factor", 3}}},
+                    {"rope_scaling", linear}})
+                .factor,
+            3);
+  const auto refused = [&](const Json& changes, const std::string& why) {
+    const std::string message = message_of<FormatError>([&] { rotary(changes); });
+    EXPECT_NE(message.find(why), std::string::npos) << message;
+  };
+  for (const char* field : {"rope_parameters", "rope_scaling"}) {
+    const auto only = [&](const Json& value) {
+      Json changes = {{"rope_parameters", nullptr}};
+      changes[field] = value;
+      return changes;
+    };
+    for (const char* type : {"linear", "dynamic", "llama3"}) {
+      refused(only({{"rope_type", type}}), "'factor'");
+      refused(only({{"type", type}, {"factor", nullptr}}), "'factor'");
+    }
+    refused(only({{"rope_type", "llama3"}, {"factor", 2}}), "'low_freq_factor'");
+    refused(only({{"factor", 2}}), "rope_type");
+    refused(only("linear"), field);
+    EXPECT_THROW(rotary(only({{"full_attention", {{"rope_theta", 5}}}})), UnsupportedError);
+    EXPECT_THROW(rotary(only({{"rope_theta", 700}, {"partial_rotary_factor", 0.5}})),
+                 UnsupportedError);
+  }
+  refused({{"rope_parameters", {{"rope_theta", 700}}}, {"rope_scaling", linear}}, "contradict");
+  refused({{"rope_parameters", {{"rope_type", "linear"}, {"factor", 2}}}, {"rope_scaling", linear}},
+          "contradict");
+  refused({{"tie_word_embeddings", "true"}}, "tie_word_embeddings");
+}
+
+// ---- Heads that config.json ties -----------------------------------------------------------------
+
+TEST(Llama, AHeadThatIsTiedInTheConfigAloneIsOneOfItsOwn) {
+  const Tensor ids = golden().load("input_ids");
+  TestFolder folder;
+  auto tensors = load_safetensors(golden_path("qwen2/model.safetensors"));
+  const auto save_with = [&](const Tensor& head) {
+    tensors["lm_head.weight"] = head;
+    std::filesystem::create_directories(folder.path("model"));
+    save_safetensors(folder.path("model/model.safetensors"), tensors, {{"format", "pt"}});
+    std::filesystem::copy_file(golden_path("qwen2/config.json"), folder.path("model/config.json"),
+                               std::filesystem::copy_options::overwrite_existing);
+    testing::internal::CaptureStderr();
+    auto model = Llama::from_pretrained(folder.path("model"));
+    return std::pair(std::move(model), testing::internal::GetCapturedStderr());
+  };
+  const Tensor table = tensors.at("model.embed_tokens.weight");
+  const auto [same, silence] = save_with(table.clone());
+  EXPECT_TRUE(same->lm_head.weight.is(same->model.embed_tokens.weight));
+  EXPECT_EQ(silence, "");
+
+  const Tensor other = table * 2;
+  const auto [apart, warning] = save_with(other);
+  EXPECT_NE(warning.find("tie_word_embeddings"), std::string::npos) << warning;
+  EXPECT_NE(warning.find("at [0, 0]"), std::string::npos) << warning;
+  EXPECT_EQ(apart->lm_head.weight.to_vector(), other.to_vector());
+  EXPECT_EQ(apart->model.embed_tokens.weight.to_vector(), table.to_vector());
+  EXPECT_FALSE(apart->config.tied);
+  const auto doubled = (*same)(ids).logits * 2;
+  EXPECT_EQ((*apart)(ids).logits.to_vector(), doubled.to_vector());
+  apart->save_pretrained(folder.path("copy"));
+  EXPECT_FALSE(LlamaConfig::read(folder.path("copy/config.json")).tied);
+
+  // A file with the head alone has the table, too.
+  tensors.erase("model.embed_tokens.weight");
+  const auto [alone, nothing] = save_with(table);
+  EXPECT_EQ((*alone)(ids).logits.to_vector(), (*same)(ids).logits.to_vector());
+  EXPECT_EQ(nothing, "");
+}
+
+TEST(Llama, AnAdapterThatIsMergedIntoATiedWeightComesBackWithItsFolder) {
+  const Tensor ids = golden().load("input_ids");
+  for (const char* const adapted : {"lm_head", "embed_tokens"}) {
+    const auto model = model_of("qwen2");
+    const auto before = (*model)(ids).logits.to_vector();
+    nn::add_lora(*model, {.names = {adapted}, .rank = 2, .alpha = 4});
+    const NoGradGuard no_grad;
+    for (const auto& [name, tensor] : nn::trainable_parameters(*model)) {
+      tensor.copy_(full(tensor.shape(), 0.25));
+    }
+    nn::merge_lora(*model);
+    nn::remove_lora(*model);
+    const auto merged = (*model)(ids).logits.to_vector();
+    EXPECT_NE(merged, before) << adapted;
+    TestFolder folder;
+    model->save_pretrained(folder.path("merged"));
+    EXPECT_FALSE(LlamaConfig::read(folder.path("merged/config.json")).tied) << adapted;
+    testing::internal::CaptureStderr();
+    EXPECT_EQ((*Llama::from_pretrained(folder.path("merged")))(ids).logits.to_vector(), merged);
+    EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << adapted;
+  }
+}
+
 TEST(Llama, ATextEndsAtAnyOfItsEnds) {
   const auto whole = model_of("llama");
   const auto prompt = golden().load("prompt").to_vector<int64_t>();

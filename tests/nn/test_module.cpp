@@ -301,6 +301,28 @@ TEST(Module, ATiedParameterIsListedOnceAndKnownByAllNames) {
   EXPECT_THROW(tied.second.share_parameter("weight", zeros({2, 2})), ShapeError);
 }
 
+TEST(Module, TwoValuesForATiedParameterAreSaidWithBoth) {
+  Tied tied;
+  const auto said = [&](const Tensor& first, const Tensor& second) {
+    StateDict state = tied.state_dict().clone();
+    state.set("first.weight", first);
+    state.set("second.weight", second);
+    testing::internal::CaptureStderr();
+    tied.load_state_dict(state);
+    return testing::internal::GetCapturedStderr();
+  };
+  const Tensor ones_ = ones({3, 3});
+  EXPECT_EQ(said(ones_, ones_), "");
+  EXPECT_EQ(said(ones_, ones_.clone()), "");
+  EXPECT_EQ(said(ones_, ones({3, 3}, {.dtype = kBF16})), "");
+  Tensor other = ones({3, 3});
+  other.select(0, 1).select(0, 2).fill_(4);
+  const std::string warning = said(ones_, other);
+  EXPECT_NE(warning.find("'first.weight' and 'second.weight'"), std::string::npos) << warning;
+  EXPECT_NE(warning.find("at [1, 2]: 1 and 4"), std::string::npos) << warning;
+  EXPECT_EQ(tied.first.weight.to_vector(), other.to_vector());
+}
+
 TEST(Module, CloneCopiesValuesTiesAndModes) {
   Tied tied;
   tied.eval();
