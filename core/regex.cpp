@@ -8,7 +8,8 @@
 namespace tessera {
 namespace {
 
-constexpr size_t kMostPatternBytes = 4096;  // a link of PCRE2 has 16 bits: 64 KiB are compiled at most
+constexpr size_t kMostPatternBytes =
+    4096;  // a link of PCRE2 has 16 bits: 64 KiB are compiled at most
 constexpr uint32_t kMostParentheses = 64;
 constexpr uint32_t kMostSteps = 100'000;  // some milliseconds; names of modules take some hundred
 constexpr uint32_t kMostKibibytes = 1024;
@@ -82,8 +83,8 @@ bool Regex::matches(std::string_view text) const {
 std::optional<std::string> Regex::group(std::string_view text, const char* name) const {
   const MatchData data = compiled_->match(text, 0);
   if (data == nullptr) return {};
-  const int number = pcre2_substring_number_from_name(compiled_->code.get(),
-                                                      reinterpret_cast<PCRE2_SPTR>(name));
+  const int number =
+      pcre2_substring_number_from_name(compiled_->code.get(), reinterpret_cast<PCRE2_SPTR>(name));
   if (number < 0) return {};
   const size_t* const places = pcre2_get_ovector_pointer(data.get()) + 2 * number;
   if (places[0] == PCRE2_UNSET || places[0] > places[1]) return {};

@@ -19,7 +19,8 @@ inline constexpr int kMostJsonLevels = 64;
 // A discarded value for what is no JSON, as Json::parse without exceptions; `why` then has its
 // words. FormatError, with `path`, beyond the bounds.
 template <class Json = nlohmann::json>
-Json parse_bounded_json(std::string_view text, const std::string& path, std::string* why = nullptr) {
+Json parse_bounded_json(std::string_view text, const std::string& path,
+                        std::string* why = nullptr) {
   TS_CHECK_AS(FormatError, text.size() <= kMostJsonBytes, path, "has ", text.size(),
               " bytes of JSON, and at most ", kMostJsonBytes, " are read");
   const auto watch = [&](int depth, typename Json::parse_event_t, Json&) {

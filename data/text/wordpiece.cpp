@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <unordered_map>
 
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/io/bounded_json.h>
 #include <tessera/core/io/mapped_file.h>
 #include <tessera/data/text/special_tokens.h>
 #include <tessera/data/text/text.h>
@@ -315,6 +319,64 @@ WordPieceTokenizer WordPieceTokenizer::from_file(const std::string& vocabulary,
                                                  const WordPieceOptions& options) {
   const MappedFile file(vocabulary);
   return parse(file.text(), vocabulary, options);
+}
+
+namespace {
+
+using Json = nlohmann::json;
+
+// A JSON object of the folder; empty where there is no such file.
+Json object_in(const std::filesystem::path& file) {
+  if (!std::filesystem::exists(file)) return Json::object();
+  Json json = read_bounded_json(file.string());
+  TS_CHECK_AS(FormatError, json.is_object(), kWordPiece, "'", file.string(),
+              "' must be a JSON object; it is not; get the file again.");
+  return json;
+}
+
+// A boolean field; nothing where it is absent or null.
+std::optional<bool> flag_in(const Json& json, const char* field, const std::string& where) {
+  const auto found = json.find(field);
+  if (found == json.end() || found->is_null()) return {};
+  TS_CHECK_AS(FormatError, found->is_boolean(), kWordPiece, "the field '", field, "' of '", where,
+              "' must be true or false; it is ", found->dump(), "; get the file again.");
+  return found->get<bool>();
+}
+
+}  // namespace
+
+WordPieceTokenizer WordPieceTokenizer::from_pretrained(const std::string& folder,
+                                                       const WordPieceOptions& options) {
+  const std::filesystem::path path(folder);
+  const std::string config_path = (path / "tokenizer_config.json").string();
+  const Json config = object_in(config_path);
+  WordPieceOptions read = options;
+  std::optional<bool> lower = flag_in(config, "do_lower_case", config_path);
+  if (!lower) {
+    const std::string whole_path = (path / "tokenizer.json").string();
+    const Json normalizer = object_in(whole_path).value("normalizer", Json());
+    if (normalizer.is_object()) lower = flag_in(normalizer, "lowercase", whole_path);
+  }
+  read.lower_case = lower.value_or(true);
+  const auto require = [&](const char* field, bool value) {
+    const auto word = [](bool is) { return is ? "true" : "false"; };
+    TS_CHECK_AS(UnsupportedError, flag_in(config, field, config_path).value_or(value) == value,
+                kWordPiece, "'", config_path, "' has ", field, " ", word(!value),
+                "; this tokenizer knows ", word(value), " where do_lower_case is ",
+                word(read.lower_case), ".");
+  };
+  require("strip_accents", read.lower_case);
+  require("tokenize_chinese_chars", true);
+  require("do_basic_tokenize", true);
+  for (const auto& [field, token] :
+       {std::pair("pad_token", &read.padding), std::pair("unk_token", &read.unknown),
+        std::pair("cls_token", &read.first), std::pair("sep_token", &read.separator),
+        std::pair("mask_token", &read.mask)}) {
+    Json value = config.value(field, Json());
+    if (value.is_object()) value = Json(value.value("content", Json()));
+    if (value.is_string()) *token = value.get<std::string>();
+  }
+  return from_file((path / "vocab.txt").string(), read);
 }
 
 int64_t WordPieceTokenizer::vocab_size() const { return model_->size(); }

@@ -1,6 +1,7 @@
 // WordPiece as BERT uses it (uncased by default).
 //
-//     auto tokenizer = WordPieceTokenizer::from_file("vocab.txt");
+//     auto tokenizer = WordPieceTokenizer::from_pretrained("bert-base-cased");  // a folder
+//     auto plain = WordPieceTokenizer::from_file("vocab.txt");
 //     Encoding pair = tokenizer.encode_pair("Is it raining?", "Take an umbrella.");
 //     pair.ids;  // [CLS] is it raining ? [SEP] take an umbrella . [SEP]
 //
@@ -58,6 +59,12 @@ class WordPieceTokenizer : public Tokenizer {
   // file, line and remedy: not UTF-8, a token twice, an empty line, a special token missing.
   static WordPieceTokenizer from_file(const std::string& vocabulary,
                                       const WordPieceOptions& options = {});
+  // vocab.txt of a folder of transformers, as its tokenizer_config.json says: do_lower_case, which is
+  // true where nothing is said (then what tokenizer.json has), and the names of special tokens; of
+  // `options` the rest counts. UnsupportedError: strip_accents unlike do_lower_case,
+  // tokenize_chinese_chars or do_basic_tokenize false. FormatError, IoError.
+  static WordPieceTokenizer from_pretrained(const std::string& folder,
+                                            const WordPieceOptions& options = {});
   static WordPieceTokenizer parse(std::string_view vocabulary, std::string_view name,
                                   const WordPieceOptions& options = {});
 

@@ -56,7 +56,7 @@ void train(const Options& options) {
                            .total_limit = 3,
                            .keep_best = 1,
                            .fp8 = options.fp8()});
-  const auto tokenizer = data::WordPieceTokenizer::from_file(options.data + "/bert/vocab.txt");
+  const auto tokenizer = examples::make_tokenizer(options);
   const examples::Task task = examples::read_task(options, tokenizer);
   data::DataLoader<examples::TextExample> loader(
       task.train, {.batch_size = options.batch_size, .shuffle = true});

@@ -8,7 +8,7 @@
 //     tessera launch --mixed-precision fp8 --fp8-filter all nlp_example --data FOLDER
 //
 // FOLDER has bert/vocab.txt, intent/ and pairs/. --model takes a BERT folder of transformers to
-// begin from; --save writes one. complete_nlp_example adds checkpoints and tracking.
+// begin from, with its vocabulary where it has one; --save writes one. complete_nlp_example adds checkpoints and tracking.
 #include <chrono>
 #include <cstdio>
 
@@ -27,7 +27,7 @@ double train(const examples::TaskOptions& options) {
                            .gradient_accumulation_steps = options.accumulate,
                            .seed = options.seed,
                            .fp8 = options.fp8()});
-  const auto tokenizer = data::WordPieceTokenizer::from_file(options.data + "/bert/vocab.txt");
+  const auto tokenizer = examples::make_tokenizer(options);
   const examples::Task task = examples::read_task(options, tokenizer);
   data::DataLoader<examples::TextExample> loader(
       task.train, {.batch_size = options.batch_size, .shuffle = true});

@@ -1,5 +1,7 @@
 #include "task.h"
 
+#include <filesystem>
+
 #include <tessera/autograd/autograd.h>
 #include <tessera/precision/autocast.h>
 
@@ -80,6 +82,13 @@ Task read_parts(const TaskOptions& options, const data::WordPieceTokenizer& toke
 }
 
 }  // namespace
+
+data::WordPieceTokenizer make_tokenizer(const TaskOptions& options) {
+  const bool has_own =
+      !options.model.empty() && std::filesystem::exists(options.model + "/vocab.txt");
+  return data::WordPieceTokenizer::from_pretrained(has_own ? options.model
+                                                           : options.data + "/bert");
+}
 
 Task read_task(const TaskOptions& options, const data::WordPieceTokenizer& tokenizer) {
   Task task = read_parts(options, tokenizer);

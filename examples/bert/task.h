@@ -34,6 +34,9 @@ struct Task {
   std::vector<std::string> labels;
 };
 
+// That of the model's folder where it has a vocabulary, else that of bert/ in the data.
+data::WordPieceTokenizer make_tokenizer(const TaskOptions& options);
+
 // "intents": the 77 intents of Banking77; "mrpc": do two sentences say the same; "qnli": does the
 // sentence answer the question (every tenth validates: of QNLI only the development part is used).
 Task read_task(const TaskOptions& options, const data::WordPieceTokenizer& tokenizer);

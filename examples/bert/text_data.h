@@ -1,6 +1,6 @@
 // Labelled texts and pairs of texts as token ids, and their batches.
 //
-//     const auto tokenizer = data::WordPieceTokenizer::from_file("bert/vocab.txt");
+//     const auto tokenizer = data::WordPieceTokenizer::from_pretrained("bert");
 //     auto intents = examples::read_intents("intent/banking77-train.csv", labels, tokenizer, 64);
 //     data::DataLoader loader(intents, {.batch_size = 32, .shuffle = true});
 //     for (examples::TextBatch& batch : loader) ...

@@ -16,7 +16,7 @@ using namespace tessera;
 
 void fine_tune(const std::string& folder, const std::string& table_file, const std::string& out) {
   Accelerator accelerator({.seed = 1});
-  const auto tokenizer = data::WordPieceTokenizer::from_file(folder + "/vocab.txt");
+  const auto tokenizer = data::WordPieceTokenizer::from_pretrained(folder);
   const data::CsvTable table = data::read_csv(table_file);
 
   std::map<std::string, int64_t> labels;  // in alphabetical order
@@ -77,8 +77,11 @@ void fine_tune(const std::string& folder, const std::string& table_file, const s
   const StateDict weights = accelerator.get_state_dict(model);
   accelerator.on_main_process([&] {
     model.save_pretrained(weights, out);
-    std::filesystem::copy(folder + "/vocab.txt", out + "/vocab.txt",
-                          std::filesystem::copy_options::overwrite_existing);
+    for (const std::string file : {"/vocab.txt", "/tokenizer_config.json", "/tokenizer.json"}) {
+      if (!std::filesystem::exists(folder + file)) continue;
+      std::filesystem::copy(folder + file, out + file,
+                            std::filesystem::copy_options::overwrite_existing);
+    }
   });
 }
 

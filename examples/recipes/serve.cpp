@@ -19,7 +19,7 @@ using namespace tessera;
 
 struct Classifier {
   explicit Classifier(const std::string& folder)
-      : tokenizer(data::WordPieceTokenizer::from_file(folder + "/vocab.txt")),
+      : tokenizer(data::WordPieceTokenizer::from_pretrained(folder)),
         model(nn::models::Bert::from_pretrained(folder)) {
     model->eval();
   }

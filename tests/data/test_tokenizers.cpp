@@ -1,8 +1,10 @@
 // Tokenizers: every published vector, whole files, streams, hostile vocabularies.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
@@ -596,6 +598,45 @@ TEST(WordPieceFiles, TheLongestPiecesAreFound) {
   EXPECT_EQ(tokenizer.encode("aabcdefghi"), (Ids{5, 8}));
   EXPECT_EQ(tokenizer.encode("abcdefghijk"), Ids{1});
   EXPECT_EQ(tokenizer.encode("abcdefghijklabcdefgh"), Ids{1});
+}
+
+// A folder of transformers, whose tokenizer_config.json says what BertTokenizer does.
+TEST(WordPieceFiles, AFolderSaysWhetherLettersAreLowered) {
+  const std::filesystem::path folder =
+      std::filesystem::path(testing::TempDir()) / ("tessera_wordpiece_" + std::to_string(getpid()));
+  std::filesystem::create_directories(folder);
+  const auto write = [&](const char* name, const std::string& text) {
+    std::ofstream(folder / name) << text;
+  };
+  write("vocab.txt", kPieces + "hello\nHello\n\xC3\xA9\ne\n");
+  const auto encoded = [&](const std::string& config, const std::string& whole = "") {
+    std::filesystem::remove(folder / "tokenizer_config.json");
+    std::filesystem::remove(folder / "tokenizer.json");
+    if (!config.empty()) write("tokenizer_config.json", config);
+    if (!whole.empty()) write("tokenizer.json", whole);
+    return WordPieceTokenizer::from_pretrained(folder.string()).encode("Hello \xC3\xA9");
+  };
+  const Ids lowered = {5, 8}, kept = {6, 7};
+  const std::string cased = R"({"normalizer": {"type": "BertNormalizer", "lowercase": false}})";
+  EXPECT_EQ(encoded(""), lowered);
+  EXPECT_EQ(encoded("{}"), lowered);
+  EXPECT_EQ(encoded(R"({"do_lower_case": true, "strip_accents": null})"), lowered);
+  EXPECT_EQ(encoded(R"({"do_lower_case": false})"), kept);
+  EXPECT_EQ(encoded(R"({"do_lower_case": false, "strip_accents": false})"), kept);
+  EXPECT_EQ(encoded("", cased), kept);
+  EXPECT_EQ(encoded(R"({"do_lower_case": true})", cased), lowered);
+  EXPECT_EQ(encoded(R"({"do_lower_case": false, "unk_token": {"content": "Hello"}})"), kept);
+  for (const char* other :
+       {R"({"strip_accents": false})", R"({"do_lower_case": false, "strip_accents": true})",
+        R"({"tokenize_chinese_chars": false})", R"({"do_basic_tokenize": false})"}) {
+    EXPECT_THROW(encoded(other), UnsupportedError) << other;
+  }
+  for (const char* wrong : {R"({"do_lower_case": "no"})", "[]", "{"}) {
+    EXPECT_THROW(encoded(wrong), FormatError) << wrong;
+  }
+  EXPECT_THROW(encoded(std::string(100'000, '[')), FormatError);
+  EXPECT_THROW(encoded(R"({"unk_token": "[NONE]"})"), FormatError);
+  std::filesystem::remove_all(folder);
 }
 
 TEST(WordPieceFiles, WordsOfAsManyCharactersAsAllowedAreCutAndLongerOnesUnknown) {
