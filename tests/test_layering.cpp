@@ -304,8 +304,11 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"distributed/transport/", "backends; group.h and collectives.h are in it"},
     {"nn/call_scopes.h", "inside of fused ops"},
     {"nn/lora/lora_adapter.h", "inside of adapters"},
+    {"nn/models/config_limits.h", "inside of models"},
     {"nn/models/config_reader.h", "inside of models"},
+    {"nn/models/tied_head.h", "inside of models"},
     {"nn/structure.h", "inside of sharding"},
+    {"nn/tied_values.h", "inside of modules and models"},
     {"optim/step_graph.h", "inside of graphed steps"},
 };
 
