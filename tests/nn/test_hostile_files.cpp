@@ -148,9 +148,9 @@ TEST(HostileFiles, SizesWhoseProductsAreNoNumbersAreRefused) {
     });
   };
   const int64_t most = (int64_t{1} << 31) - 64;
-  EXPECT_TRUE(mentions(refused("llama", {{"num_hidden_layers", 100'000}}), "4096 layers"));
-  EXPECT_TRUE(mentions(refused("gpt2", {{"n_layer", 100'000}}), "4096 layers"));
-  EXPECT_TRUE(mentions(refused("bert", {{"num_hidden_layers", 100'000}}), "4096 layers"));
+  EXPECT_TRUE(mentions(refused("llama", {{"num_hidden_layers", 100'000}}), "1024 layers"));
+  EXPECT_TRUE(mentions(refused("gpt2", {{"n_layer", 100'000}}), "1024 layers"));
+  EXPECT_TRUE(mentions(refused("bert", {{"num_hidden_layers", 100'000}}), "1024 layers"));
   const Json wide = {{"hidden_size", most}, {"vocab_size", most}, {"intermediate_size", most}};
   EXPECT_TRUE(mentions(refused("llama", wide), "weights"));
   EXPECT_TRUE(mentions(refused("bert", wide), "weights"));
