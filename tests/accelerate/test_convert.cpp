@@ -98,10 +98,24 @@ TEST_F(Convert, AFolderOfTransformersBecomesOne) {
   EXPECT_TRUE(both.contains("model.weight"));
 }
 
+TEST_F(Convert, WhatIsBesideTheTensorsIsLeftOutAndNamed) {
+  const auto process = convert({golden_path("torch/beside.pt"), path("w.safetensors")});
+  ASSERT_EQ(process.code(), 0) << process;
+  EXPECT_EQ(load_weights(path("w.safetensors")).size(), 4u);
+  for (const char* name :
+       {" args", " settings", " foreign.int16 (torch.ShortStorage)", " sparse"}) {
+    EXPECT_TRUE(process.printed(name)) << process;
+  }
+  const auto huge = convert({golden_path("torch/huge.pt"), path("huge.safetensors")});
+  ASSERT_EQ(huge.code(), 0) << huge;
+  EXPECT_LT(fs::file_size(path("huge.safetensors")), 1000u);
+  EXPECT_TRUE(huge.printed("w (4294967296 bytes that repeat 4)")) << huge;
+}
+
 TEST_F(Convert, WhatCannotBeConvertedLeavesNothingBehind) {
   const std::string out = path("x.safetensors");
   expect_refused({golden_path("torch/call.pt"), out}, "posix.system");
-  expect_refused({golden_path("torch/object.pt"), out}, "__main__.Settings");
+  expect_refused({golden_path("torch/complex.pt"), out}, "torch.ComplexFloatStorage");
   expect_refused({path("missing.pt"), out}, "there is no");
   EXPECT_FALSE(fs::exists(out));
   folder_.write("x.safetensors", "mine");
