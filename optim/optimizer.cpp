@@ -487,6 +487,9 @@ StateDict Optimizer::state_dict() const {
   for (size_t g = 0; g < groups_.size(); ++g) {
     Writer writer(state, g);
     const_cast<Optimizer*>(this)->visit_options(g, writer);
+    if (const std::optional<double> lr = groups_[g].initial_lr) {
+      state.set(group_key(g, "initial_lr"), scalar_tensor(*lr, kF64));
+    }
     state.set(group_key(g, "num_parameters"),
               scalar_tensor(static_cast<int64_t>(groups_[g].named.size()), kI64));
     for (size_t i = 0; i < groups_[g].named.size(); ++i) {
@@ -588,6 +591,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
     ParameterState value;
   };
   std::vector<Loaded> loaded;
+  std::vector<std::optional<double>> initial_lrs;
   const auto take = [&](const std::string& key, const Tensor& parameter, DType dtype) -> Tensor {
     used.insert(key);
     const Tensor* saved = state.find(key);
@@ -613,6 +617,10 @@ void Optimizer::load_state_dict(const StateDict& state) {
       // First, as they say which states there are.
       Reader options(state, g, problems, used);
       visit_options(g, options);
+      const std::string rate_key = group_key(g, "initial_lr");
+      used.insert(rate_key);
+      initial_lrs.push_back(state.contains(rate_key) ? std::optional(state.scalar(rate_key))
+                                                     : std::nullopt);
       const std::string count_key = group_key(g, "num_parameters");
       used.insert(count_key);
       const Tensor* count = state.find(count_key);
@@ -658,6 +666,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
     }
     throw;
   }
+  for (size_t g = 0; g < groups_.size(); ++g) groups_[g].initial_lr = initial_lrs[g];
   for (Loaded& one : loaded) {
     *one.target = std::move(one.value);
     note_parameter(*one.target);  // the saved master says more than the parameter of now

@@ -95,6 +95,10 @@ class Optimizer {
   double lr(size_t group = 0) const;
   void set_lr(double lr);  // of all groups
   void set_lr(size_t group, double lr);
+  // The rate from which schedules of the group go out: lr() when the first of them was made. Saved
+  // and loaded with the options. torch: group["initial_lr"].
+  std::optional<double> initial_lr(size_t group = 0) const { return groups_.at(group).initial_lr; }
+  void set_initial_lr(size_t group, double lr) { groups_.at(group).initial_lr = lr; }
   // Momentum, or Adam's beta1: what OneCycle moves along with the rate. False where there is none.
   virtual bool set_momentum(size_t group, double momentum) = 0;
 
@@ -244,6 +248,7 @@ class Optimizer {
   struct Group {
     NamedTensors named;
     std::vector<ParameterState> states;
+    std::optional<double> initial_lr = {};
   };
   DType state_dtype_of(size_t group, const Tensor& parameter) const;
   void prepare(size_t group, ParameterState& state);

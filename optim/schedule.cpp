@@ -217,10 +217,21 @@ void Chained::check() const {
 
 // ---- Schedules ---------------------------------------------------------------------------------
 
+// The rates of now may be those that another schedule set, in this process or before a load.
 Schedule::Schedule(Optimizer& optimizer) : optimizer_(&optimizer) {
-  for (size_t i = 0; i < optimizer.num_groups(); ++i) base_lrs_.push_back(optimizer.lr(i));
+  for (size_t i = 0; i < optimizer.num_groups(); ++i) {
+    if (!optimizer.initial_lr(i)) optimizer.set_initial_lr(i, optimizer.lr(i));
+    base_lrs_.push_back(*optimizer.initial_lr(i));
+  }
 }
 Schedule::~Schedule() = default;
+
+void Schedule::set_base_lr(double lr) {
+  for (size_t i = 0; i < base_lrs_.size(); ++i) {
+    optimizer_->set_initial_lr(i, lr);
+    base_lrs_[i] = lr;
+  }
+}
 
 void Schedule::apply() {
   const auto new_momentum = momentum(step_);
@@ -252,18 +263,30 @@ bool Schedule::step() {
   return true;
 }
 
+namespace {
+
+Tensor saved_rates(std::span<const double> rates) {
+  return tensor(rates, {static_cast<int64_t>(rates.size())}, kF64);
+}
+
+std::vector<double> loaded_rates(const Tensor& saved, size_t num_groups) {
+  std::vector<double> rates = saved.to_vector<double>();
+  TS_CHECK(rates.size() == num_groups, "schedule", "the state has rates of ", rates.size(),
+           " groups, the optimizer has ", num_groups);
+  return rates;
+}
+
+}  // namespace
+
 StateDict Schedule::state_dict() const {
   StateDict state;
   state.set("step", scalar_tensor(step_, kI64));
-  state.set("base_lrs", tensor(std::span<const double>(base_lrs_),
-                               {static_cast<int64_t>(base_lrs_.size())}, kF64));
+  state.set("base_lrs", saved_rates(base_lrs_));
   return state;
 }
 
 void Schedule::load_state_dict(const StateDict& state) {
-  const auto base_lrs = state.at("base_lrs").to_vector<double>();
-  TS_CHECK(base_lrs.size() == base_lrs_.size(), "schedule", "the state has rates of ",
-           base_lrs.size(), " groups, the optimizer has ", base_lrs_.size());
+  const std::vector<double> base_lrs = loaded_rates(state.at("base_lrs"), base_lrs_.size());
   step_ = state.at("step").item<int64_t>();
   base_lrs_ = base_lrs;
   apply();
@@ -331,15 +354,21 @@ StateDict PlateauSchedule::state_dict() const {
   state.set("best", scalar_tensor(best_, kF64));
   state.set("bad_steps", scalar_tensor(bad_steps_, kI64));
   state.set("cooldown_left", scalar_tensor(cooldown_left_, kI64));
+  std::vector<double> lrs;
+  for (size_t i = 0; i < optimizer_->num_groups(); ++i) lrs.push_back(optimizer_->lr(i));
+  state.set("lrs", saved_rates(lrs));
   return state;
 }
 
 void PlateauSchedule::load_state_dict(const StateDict& state) {
   const double best = state.scalar("best");
   const auto bad_steps = state.at("bad_steps").item<int64_t>();
+  std::vector<double> lrs;  // states of before have none: the optimizer's tells them
+  if (state.contains("lrs")) lrs = loaded_rates(state.at("lrs"), optimizer_->num_groups());
   cooldown_left_ = state.at("cooldown_left").item<int64_t>();
   best_ = best;
   bad_steps_ = bad_steps;
+  for (size_t i = 0; i < lrs.size(); ++i) optimizer_->set_lr(i, lrs[i]);
 }
 
 }  // namespace tessera::optim

@@ -183,6 +183,8 @@ struct Chained {
 
 // ---- Schedules ---------------------------------------------------------------------------------
 
+// The base of a group is its Optimizer::initial_lr(): whatever schedules have set before, and
+// whether the optimizer was loaded, a schedule goes out from the same rate.
 class Schedule {
  public:
   virtual ~Schedule();
@@ -199,7 +201,7 @@ class Schedule {
   double lr(size_t group = 0) const { return optimizer_->lr(group); }
   const Optimizer& optimizer() const { return *optimizer_; }
 
-  // The step and the groups' own rates; the options of the rule are code, not state.
+  // The step and the groups' base rates; the options of the rule are code, not state.
   virtual StateDict state_dict() const;
   // Also sets the rates. Throws ValueError.
   virtual void load_state_dict(const StateDict& state);
@@ -210,6 +212,8 @@ class Schedule {
   virtual std::optional<double> momentum(int64_t) const { return std::nullopt; }
   // The last that has a rate of its own.
   virtual int64_t last_step() const { return std::numeric_limits<int64_t>::max(); }
+  // Of all groups, for this schedule and later ones.
+  void set_base_lr(double lr);
   void apply();
 
  private:
@@ -226,6 +230,7 @@ class RuleSchedule : public Schedule {
  public:
   RuleSchedule(Optimizer& optimizer, R rule) : Schedule(optimizer), rule_(std::move(rule)) {
     detail::checked_rule(rule_);
+    if constexpr (std::is_same_v<R, OneCycle>) set_base_lr(rule_.rate(0, 0));  // as torch does
     apply();
   }
   const R& rule() const { return rule_; }
@@ -282,7 +287,9 @@ class PlateauSchedule {
   const Optimizer& optimizer() const { return *optimizer_; }
   double lr(size_t group = 0) const { return optimizer_->lr(group); }
   double best() const { return best_; }
+  // The best metric, the counts and the rates of the groups.
   StateDict state_dict() const;
+  // Also sets the rates, where the state has them. Throws ValueError.
   void load_state_dict(const StateDict& state);
 
  private:

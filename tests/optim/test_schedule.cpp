@@ -53,6 +53,44 @@ TEST(Schedule, StateDictResumesAtTheStep) {
   EXPECT_THROW(resumed.load_state_dict(StateDict()), ValueError);
 }
 
+// As torch's groups keep initial_lr: rates that schedules set are nobody's base.
+TEST(Schedule, GoesOutFromTheRatesBeforeAnySchedule) {
+  const NamedTensors parameters = make_parameters();
+  const auto rates = [](const Optimizer& optimizer) {
+    return std::vector<double>{optimizer.lr(0), optimizer.lr(1)};
+  };
+  SGD first({{{parameters[0]}, {.lr = 1}}, {{parameters[1]}, {.lr = 0.5}}});
+  EXPECT_FALSE(first.initial_lr().has_value());
+  EXPECT_FALSE(first.state_dict().contains("group.0.initial_lr"));
+  WarmupSchedule warmup(first, {2});
+  EXPECT_EQ(rates(first), (std::vector<double>{0, 0}));
+  const StateDict at_zero = first.state_dict().clone();
+  warmup.step();
+  // A second one beside the first, and one made after the first has moved.
+  ExponentialSchedule second(first, {.gamma = 0.5});
+  EXPECT_EQ(rates(first), (std::vector<double>{1, 0.5}));
+  second.step();
+  EXPECT_EQ(rates(first), (std::vector<double>{0.5, 0.25}));
+  const StateDict decayed = first.state_dict().clone();
+  for (const StateDict* saved : {&at_zero, &decayed}) {
+    SGD other({{{parameters[0]}, {.lr = 7}}, {{parameters[1]}, {.lr = 7}}});
+    other.load_state_dict(*saved);
+    EXPECT_EQ(rates(other),
+              (std::vector<double>{saved->scalar("group.0.lr"), saved->scalar("group.1.lr")}));
+    WarmupSchedule again(other, {2});
+    again.step(), again.step();
+    EXPECT_EQ(rates(other), (std::vector<double>{1, 0.5}));
+  }
+  // A state of an optimizer without schedules: its rates are its own.
+  SGD plain({{{parameters[0]}, {.lr = 3}}, {{parameters[1]}, {.lr = 2}}});
+  first.load_state_dict(plain.state_dict());
+  ExponentialSchedule third(first, {.gamma = 0.5});
+  EXPECT_EQ(rates(first), (std::vector<double>{3, 2}));
+  // OneCycle has rates of its own, from which later schedules go out.
+  OneCycleSchedule cycle(first, {.max_lr = 1, .total = 11, .div_factor = 4});
+  EXPECT_EQ(*first.initial_lr(1), 0.25);
+}
+
 TEST(Schedule, AGateHoldsItBack) {
   const NamedTensors parameters = make_parameters();
   SGD optimizer(parameters, {.lr = 1});
@@ -365,6 +403,19 @@ TEST(Schedule, PlateauStateGoesRound) {
   EXPECT_FALSE(fourth.step(1)) << "the first step of rest";
   EXPECT_FALSE(fourth.step(1)) << "the second";
   EXPECT_TRUE(fourth.step(1));
+  // The rates, too; a state without them leaves those of the optimizer.
+  SGD fresh(parameters, {.lr = 1});
+  PlateauSchedule fifth(fresh, {.factor = 0.5});
+  StateDict without;
+  for (const auto& [name, value] : saved) {
+    if (name != "lrs") without.set(name, value);
+  }
+  fifth.load_state_dict(without);
+  EXPECT_EQ(fresh.lr(), 1);
+  fifth.load_state_dict(saved);
+  EXPECT_EQ(fresh.lr(), 0.25);
+  SGD two({{{parameters[0]}, {.lr = 0.75}}, {{parameters[1]}, {.lr = 0.5}}});
+  EXPECT_THROW(PlateauSchedule(two).load_state_dict(saved), ValueError);
 }
 
 }  // namespace
