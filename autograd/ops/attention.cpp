@@ -64,7 +64,7 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
   TS_CHECK(!options.lengths.defined(), kAttention,
            "takes a mask or lengths, not both; hide what lies beyond the lengths in the mask");
   TS_CHECK(!options.causal, kAttention,
-           "takes a mask or causal, not both; combine the mask with tril(ones)");
+           "takes a mask or causal, not both; let the mask hide the keys behind each query's own");
   TS_CHECK_DTYPE(mask.dtype() == kBool || (is_floating(mask.dtype()) && !is_fp8(mask.dtype())),
                  kAttention, "expects a bool or floating mask; got ", mask);
   TS_CHECK_DEVICE(mask.device() == q.device(), kAttention, "the mask is ", mask, ", the query ", q);

@@ -15,11 +15,19 @@ int64_t checked_heads(int64_t embed_dim, int64_t num_heads) {
   return num_heads;
 }
 
+constexpr double kHidden = -std::numeric_limits<double>::infinity();
+
 // What is added to the scores, from a mask that forbids or adds.
 Tensor additive(const Tensor& mask, DType dtype) {
   if (mask.dtype() != kBool) return mask.to(dtype);
-  return zeros(mask.shape(), {.dtype = dtype, .device = mask.device()})
-      .masked_fill(mask, -std::numeric_limits<double>::infinity());
+  return zeros(mask.shape(), {.dtype = dtype, .device = mask.device()}).masked_fill(mask, kHidden);
+}
+
+// softmax(scores + mask); a row that sees no key is all 0, as in the fused op, with gradients of 0.
+Tensor masked_softmax(const Tensor& scores, const Tensor& mask) {
+  if (!mask.defined()) return softmax(scores, -1);
+  const Tensor blind = all(eq(mask, kHidden), {-1}, true);
+  return softmax((scores + mask).masked_fill(blind, 0), -1).masked_fill(blind, 0);
 }
 
 }  // namespace
@@ -120,25 +128,26 @@ AttentionResult MultiheadAttention::forward(const Tensor& query, const Tensor& k
                    "key_padding_mask must be [", N, ", ", S, "]; got ", given);
     add_mask(additive(given, heads_q.dtype()).reshape({N, 1, 1, S}));
   }
+  // Alone it is the fused op's own, which skips what nobody sees.
+  const bool causal_alone = masks.causal && !mask.defined() && !masks.need_weights;
+  if (masks.causal && !causal_alone) {
+    const TensorOptions where{.dtype = kBool, .device = q.device()};
+    add_mask(additive(triu(ones({L, S}, where), 1), heads_q.dtype()));
+  }
 
   AttentionResult result;
   Tensor mixed;  // [N, H, L, E / H]
   const double dropout_p = is_training() ? options.dropout : 0;
   if (masks.need_weights) {
-    if (masks.causal) {
-      const TensorOptions where{.dtype = kBool, .device = q.device()};
-      add_mask(additive(triu(ones({L, S}, where), 1), heads_q.dtype()));
-    }
     const double scale = 1 / std::sqrt(static_cast<double>(embed_dim / num_heads));
-    Tensor scores = matmul(heads_q * scale, heads_k.transpose(-2, -1));
-    if (mask.defined()) scores = scores + mask;
-    const Tensor weights = dropout(softmax(scores, -1), dropout_p, dropout_p > 0);
+    const Tensor scores = matmul(heads_q * scale, heads_k.transpose(-2, -1));
+    const Tensor weights = dropout(masked_softmax(scores, mask), dropout_p, dropout_p > 0);
     mixed = matmul(weights, heads_v);
     result.weights = masks.average_weights ? weights.mean({1}) : weights;
     if (!batched) result.weights = result.weights.squeeze(0);
   } else {
     mixed = scaled_dot_product_attention(
-        heads_q, heads_k, heads_v, {.mask = mask, .dropout = dropout_p, .causal = masks.causal});
+        heads_q, heads_k, heads_v, {.mask = mask, .dropout = dropout_p, .causal = causal_alone});
   }
   const Tensor y = out_proj(mixed.transpose(1, 2).reshape({N, L, embed_dim}));
   result.output = !batched ? y.squeeze(0) : options.batch_first ? y : y.transpose(0, 1);

@@ -20,11 +20,12 @@ struct MultiheadAttentionOptions {
 };
 
 // Masks as torch has them here, where true means "not allowed" (scaled_dot_product_attention has it
-// the other way round); floating masks are added to the scores.
+// the other way round); floating masks are added to the scores. They go together: a key is seen
+// where none of them hides it, and a query that sees no key gets weights of 0.
 struct AttentionMasks {
   Tensor key_padding_mask = {};  // [N, S] or [S]: keys that nobody sees
   Tensor attn_mask = {};         // [L, S], or [N * heads, L, S]
-  bool causal = false;           // a query sees keys up to its own position
+  bool causal = false;           // a query sees keys up to its own position; fastest alone
   bool need_weights = false;     // also returns the attention weights, at the cost of [N, H, L, S]
   bool average_weights = true;   // over heads
   void visit_tensors(auto&& visit) { visit(key_padding_mask), visit(attn_mask); }

@@ -139,7 +139,10 @@ TEST(Attention, WeightsAndFusedPathAgreeUnderEveryMask) {
   for (AttentionMasks masks :
        {AttentionMasks{}, AttentionMasks{.causal = true},
         AttentionMasks{.key_padding_mask = padding}, AttentionMasks{.attn_mask = additive},
-        AttentionMasks{.key_padding_mask = padding, .attn_mask = additive}}) {
+        AttentionMasks{.key_padding_mask = padding, .attn_mask = additive},
+        AttentionMasks{.key_padding_mask = padding, .causal = true},
+        AttentionMasks{.attn_mask = additive, .causal = true},
+        AttentionMasks{.key_padding_mask = padding, .attn_mask = additive, .causal = true}}) {
     const Tensor fused = attention(x, x, x, masks).output;
     masks.need_weights = true;
     const AttentionResult composed = attention(x, x, x, masks);
@@ -158,6 +161,40 @@ TEST(Attention, CausalFlagIsTheTriangularMask) {
   EXPECT_LT(largest_difference(attention(x, x, x, AttentionMasks{.causal = true}).output,
                                attention(x, x, x, AttentionMasks{.attn_mask = mask}).output),
             1e-5);
+}
+
+TEST(Attention, AQueryThatSeesNoKeyHasWeightsAndGradientsOfZero) {
+  MultiheadAttention attention(8, 2, {.batch_first = true});
+  const Tensor all_hidden = tensor({0, 0, 1, 1, 1, 1}, kBool).view({2, 3});
+  const Tensor first_hidden = tensor({1, 0, 0, 1, 0, 0}, kBool).view({2, 3});  // of causal, row 0
+  const double hidden = -std::numeric_limits<double>::infinity();
+  const Tensor additive =
+      tensor({0, 0, 0, hidden, hidden, hidden, 0, hidden, 0}).to(kF32).view({3, 3});
+  for (AttentionMasks masks :
+       {AttentionMasks{.key_padding_mask = all_hidden},
+        AttentionMasks{.key_padding_mask = first_hidden, .causal = true},
+        AttentionMasks{.attn_mask = eq(additive, hidden)}, AttentionMasks{.attn_mask = additive},
+        AttentionMasks{.key_padding_mask = first_hidden, .attn_mask = additive, .causal = true}}) {
+    TensorList gradients[2];
+    Tensor outputs[2];
+    for (const bool weights : {false, true}) {
+      masks.need_weights = weights;
+      const Tensor x = random({2, 3, 8}).set_requires_grad();
+      attention.zero_grad();
+      const AttentionResult result = attention(x, x, x, masks);
+      square(result.output).sum().backward();
+      outputs[weights] = result.output.detach();
+      gradients[weights] = {x.grad(), attention.in_proj_weight.grad()};
+      if (!weights) continue;
+      const std::vector<double> sums = result.weights.sum({-1}).to_vector();
+      EXPECT_GE(std::ranges::count(sums, 0.0), 1);
+      for (const double sum : sums) EXPECT_TRUE(sum == 0 || std::abs(sum - 1) < 1e-6) << sum;
+    }
+    EXPECT_LT(largest_difference(outputs[0], outputs[1]), 1e-5);
+    for (size_t i = 0; i < 2; ++i) {
+      EXPECT_LT(largest_difference(gradients[0][i], gradients[1][i]), 1e-5);
+    }
+  }
 }
 
 TEST(Attention, WorksWithoutABatchAndRefusesOtherShapes) {
@@ -239,6 +276,24 @@ TEST(Transformer, ACausalDecoderDoesNotSeeTheFuture) {
   const Tensor a = decoder(target, memory, masks), b = decoder(changed, memory, masks);
   EXPECT_LT(largest_difference(a.narrow(1, 0, 3), b.narrow(1, 0, 3)), 1e-6);
   EXPECT_GT(largest_difference(a.select(1, 3), b.select(1, 3)), 1e-3);
+}
+
+TEST(Transformer, CausalAndPaddingGoTogether) {
+  const TransformerLayerOptions options{.dim_feedforward = 16, .dropout = 0, .batch_first = true};
+  TransformerEncoder encoder(8, 2, 2, options);
+  TransformerDecoder decoder(8, 2, 2, options);
+  const Tensor x = random({2, 4, 8}), memory = random({2, 3, 8}, 1);
+  const Tensor padding = tensor({0, 0, 0, 1, 0, 0, 1, 1}, kBool).view({2, 4});
+  const Tensor triangle = triu(ones({4, 4}, {.dtype = kBool}), 1);
+  EXPECT_LT(largest_difference(
+                encoder(x, EncoderMasks{.src_key_padding_mask = padding, .causal = true}),
+                encoder(x, EncoderMasks{.src_mask = triangle, .src_key_padding_mask = padding})),
+            1e-5);
+  EXPECT_LT(
+      largest_difference(
+          decoder(x, memory, DecoderMasks{.tgt_key_padding_mask = padding, .causal = true}),
+          decoder(x, memory, DecoderMasks{.tgt_mask = triangle, .tgt_key_padding_mask = padding})),
+      1e-5);
 }
 
 // ---- Recurrent ---------------------------------------------------------------------------------
