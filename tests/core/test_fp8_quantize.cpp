@@ -65,7 +65,7 @@ TEST(Quantize, RoundsEveryLaneAsTheScalarConversion) {
       const float largest = format == kF8E4M3 ? 448 : 57344;
       int64_t wrong = 0, saturated = 0, underflown = 0;
       for (int64_t i = 0; i < kCount; ++i) {
-        const float scaled = values[i] * scale;
+        const float scaled = std::isinf(values[i]) ? kNaN : values[i] * scale;
         const uint8_t code = code_of(scaled, format);
         wrong += codes[static_cast<size_t>(i)] != code;
         // Further away than half of the last step, which is 32 or 8192.
@@ -139,17 +139,45 @@ TEST(Fp8Scale, EndsAtTheLargestFloat) {
   EXPECT_EQ(kernels::fp8_scale(1e-40f, kF8E4M3, true), 0x1p127f);
 }
 
-TEST(Quantize, SaturatesInfinitiesAndKeepsNaN) {
+TEST(Quantize, MakesInfinitiesNaNAndKeepsNaN) {
   const Tensor x = tensor({1, -2, 1e300, -1e300}, kF32).view({1, 4});  // infinite in f32
   const Quantized q = quantize(x, {.format = kF8E5M2});
-  EXPECT_EQ(codes_of(q.values), (std::vector<uint8_t>{0x3c, 0xc0, 0x7b, 0xfb}));
+  EXPECT_EQ(codes_of(q.values), (std::vector<uint8_t>{0x3c, 0xc0, 0x7f, 0x7f}));
   EXPECT_EQ(q.amax, kInfinity);
   EXPECT_EQ(q.scale.item<float>(), 1);
-  EXPECT_EQ(q.saturated, 2);
+  EXPECT_EQ(q.saturated, 0);
   const Quantized n = quantize(tensor({1.0, static_cast<double>(kNaN)}, kF32).view({1, 2}), {});
   EXPECT_EQ(codes_of(n.values)[1] & 0x7f, 0x7f);
   EXPECT_TRUE(std::isnan(n.amax));
   EXPECT_EQ(n.scale.item<float>(), 1);
+  // A finite number that its scale takes beyond f32 is finite all the same.
+  const Quantized far =
+      quantize(tensor({1e10, kInfinity}, kF32).view({1, 2}), {}, tensor({3e38}, kF32));
+  EXPECT_EQ(codes_of(far.values), (std::vector<uint8_t>{0x7e, 0x7f}));
+}
+
+// What is not finite in an operand is not finite in its row or column of the product.
+TEST(Quantize, WhatIsNotFiniteReachesTheProduct) {
+  const Tensor good = random({16, 32});
+  for (const float bad : {kInfinity, -kInfinity, kNaN}) {
+    for (const DType format : {kF8E4M3, kF8E5M2}) {
+      for (const ScaleTile tile :
+           {ScaleTile::tensor(), ScaleTile::row(), ScaleTile{1, 16}, ScaleTile{16, 16}}) {
+        for (const Tensor& scale : {Tensor(), tensor({24.0}, kF32)}) {
+          if (scale.defined() && tile != ScaleTile::tensor()) continue;
+          const Tensor x = good.clone();
+          x.data_as<float>()[5 * 32 + 7] = bad;
+          const QuantizeOptions options{.format = format, .tile = tile, .power_of_two = true};
+          const Quantized a = quantize(x, options, scale), b = quantize(good, options, scale);
+          const Tensor product = kernels::fp8_matmul({a, false}, {b, true}, kF32);
+          for (int64_t column = 0; column < 16; ++column) {
+            EXPECT_FALSE(std::isfinite(product.select(0, 5).select(0, column).item<float>()));
+            EXPECT_EQ(std::isfinite(product.select(0, 4).select(0, column).item<float>()), true);
+          }
+        }
+      }
+    }
+  }
 }
 
 // ---- Tiles -------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ TEST(CudaCast, NarrowsAndTransposesWithTheLargestMagnitude) {
   const Tensor infinite = tensor({1.0, -INFINITY, 70000.0, NAN}, kF32).view({2, 2});
   const auto ends = kernels::cast_transpose(infinite.to(kGpu), kF8E5M2, {}, true, false);
   const std::vector<double> values = ends.values.to_vector();
-  EXPECT_EQ(values[1], -57344);  // saturates, where to() gives infinity
+  EXPECT_TRUE(std::isnan(values[1]));  // so that no product hides it
   EXPECT_EQ(values[2], 57344);
   EXPECT_TRUE(std::isnan(values[3]));
   EXPECT_TRUE(std::isnan(ends.amax.item()));

@@ -551,6 +551,36 @@ TEST(Fp8Report, MeasuresWhatQuantisingDoes) {
   EXPECT_EQ(applied.fp8()->report().layers[0].operands[0].not_finite, 1);
 }
 
+// An infinity that ended as the largest number would be a step like any other.
+TEST(Fp8Linear, WhatIsNotFiniteReachesTheGradientsThatAreMadeOfIt) {
+  const auto finite = [](const Tensor& x) { return all(isfinite(x.detach())).item() != 0; };
+  for (const Fp8Scaling scaling : kScalings) {
+    for (const double bad :
+         {std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity(),
+          std::numeric_limits<double>::quiet_NaN()}) {
+      for (const int operand : {0, 1, 2}) {  // x, W, dy
+        SCOPED_TRACE(std::string(name_of(scaling)) + ", operand " + std::to_string(operand));
+        manual_seed(5);
+        nn::Linear layer(32, 64, {.bias = false});
+        Fp8Recipe recipe = recipe_of(scaling);
+        recipe.block = 16;
+        const AppliedPolicy applied = apply(layer, Policy::fp8(recipe));
+        Tensor x = random({48, 32}), dy = random({48, 64}, kBF16);
+        {
+          const NoGradGuard no_grad;
+          const Tensor& target = operand == 0 ? x : operand == 1 ? layer.weight : dy;
+          target.select(0, 3).select(0, 5).fill_(bad);
+        }
+        const Tensor y = layer(x.set_requires_grad());
+        y.backward(dy);
+        EXPECT_EQ(finite(y), operand == 2);
+        EXPECT_EQ(finite(x.grad()), operand == 0);
+        EXPECT_EQ(finite(layer.weight.grad()), operand == 1);
+      }
+    }
+  }
+}
+
 TEST(Fp8Report, StrictThrowsAtTheFirstFallback) {
   nn::Linear layer(32, 32);
   Fp8Recipe recipe = recipe_of(Fp8Scaling::kTensorwise);

@@ -181,8 +181,8 @@ TS_DEVICE void tile_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, cons
     TS_UNROLL
     for (int j = 0; j < kN; ++j) {
       if constexpr (kSums) added[j] += values[j];
-      first[j] = values[j] * along;
-      second[j] = values[j] * down[j];
+      first[j] = rules::scaled<Q>(values[j], along);
+      second[j] = rules::scaled<Q>(values[j], down[j]);
       seen.template number<Q>(values[j], rows ? first[j] : second[j]);
     }
     TS_UNROLL
@@ -213,7 +213,8 @@ TS_DEVICE void cut_tile(const CastJob<T, Q>& job, int64_t m0, int64_t n0, const 
       const int64_t m = m0 + i, n = n0 + j;
       const T x = job.x[m * job.N + n];
       const float value = number_of(Plain{}, x, x, before);
-      const float first = value * by_row[i], second = value * by_column[j];
+      const float first = rules::scaled<Q>(value, by_row[i]);
+      const float second = rules::scaled<Q>(value, by_column[j]);
       sum += value;
       seen.template number<Q>(value, job.values != nullptr ? first : second);
       if (job.values != nullptr) job.values[m * job.N + n] = from_float_saturate<Q>(first);

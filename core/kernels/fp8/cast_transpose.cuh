@@ -286,7 +286,7 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
     for (int j = 0; j < kN; ++j) {
       const float value = scaled[j];
       if constexpr (kSums) added[j] += value;
-      scaled[j] = value * factor;
+      scaled[j] = rules::scaled<Q>(value, factor);
       seen.template number<Q>(value, scaled[j]);
     }
     gpu::Vector<uint32_t, kW> row;
@@ -332,7 +332,7 @@ TS_DEVICE void cut_patch(const CastJob<T, Q>& job, int64_t m0, int64_t n0, float
       } else {
         value = number_of(Form{}, x, second, before);
       }
-      const float scaled = value * factor;
+      const float scaled = rules::scaled<Q>(value, factor);
       sum += value;
       seen.template number<Q>(value, scaled);
       const Q narrow = from_float_saturate<Q>(scaled);

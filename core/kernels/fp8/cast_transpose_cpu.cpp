@@ -9,6 +9,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 #include <tessera/core/kernels/fp8/logits_gradient.h>
+#include <tessera/core/kernels/fp8/rules.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/parallel.h>
 
@@ -58,7 +59,7 @@ CastTransposed cast_transpose(const Tensor& x, DType dtype, const Tensor& scale,
               for (int64_t n = 0; n < N; ++n) {
                 const float value = load<float>(from[m * N + n]);
                 most = std::max(most, std::bit_cast<uint32_t>(value) & 0x7fffffffu);
-                const Q narrow = from_float_saturate<Q>(value * factor);
+                const Q narrow = from_float_saturate<Q>(rules::scaled<Q>(value, factor));
                 if (values != nullptr) values[m * N + n] = narrow;
                 if (transposed != nullptr) transposed[n * M + m] = narrow;
               }

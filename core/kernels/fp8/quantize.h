@@ -6,8 +6,9 @@
 // A tile's scale is f32(f64(largest number of the format) / amax), amax being the largest magnitude
 // in the tile; rounded down to a power of two where that is asked for. Where amax is 0, infinite or
 // NaN it is 1, where it would leave f32 the largest f32. An element is multiplied by it in f32,
-// rounded once to the nearest, ties to even, and ends at the format's largest number; NaN stays.
-// Tiles begin at the first element; the last ones may be smaller.
+// rounded once to the nearest, ties to even, and ends at the format's largest number. NaN stays,
+// and an infinity becomes one: what a product makes of them is not finite. Tiles begin at the first
+// element; the last ones may be smaller.
 //
 // The rules are those of TransformerEngine and torchao, where these agree; torchao's floor of 1e-12
 // under amax is left out, so that tensors of small numbers keep all their bits.

@@ -38,7 +38,7 @@ TS_HD void quantize_blocks(const QuantizeRun& run, QuantizeCounts& counts) {
     uint32_t largest = 0, saturated = 0, underflown = 0;
     const auto loop = [&](auto scale_of) TS_LANES {
       for (int64_t i = 0; i < count; ++i) {
-        const float scaled = x[i] * scale_of(i);
+        const float scaled = rules::scaled<Q>(x[i], scale_of(i));
         const uint8_t code = from_float_saturate<Q>(scaled).bits;
         const uint32_t a = magnitude_bits(x[i]);
         q[i] = code;

@@ -12,6 +12,18 @@ namespace tessera::kernels::rules {
 TS_HD uint32_t magnitude_bits(float value) { return tessera::detail::bits_of(value) & 0x7fffffffu; }
 inline constexpr uint32_t kInfinityBits = 0x7f800000u;
 
+// What is rounded to Q: an element times the scale of its tile. Formats of one byte have NaN in
+// place of an infinity, which would end as a number like any other: so what a product makes of it
+// is not finite and a step is left out, as where torchao's scale is 448 / infinity.
+template <class Q>
+TS_HD float scaled(float value, float scale) {
+  if constexpr (sizeof(Q) == 1) {
+    const float nan = tessera::detail::float_of(0x7fc00000u);
+    return value * (magnitude_bits(value) == kInfinityBits ? nan : scale);
+  }
+  return value * scale;
+}
+
 // The first magnitude that is further from the largest number than rounding goes.
 template <class Q>
 inline constexpr float kSaturatesFrom = 0;

@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kCastThreads)
       TS_UNROLL
       for (int j = 0; j < kWidth; ++j) {
         const float value = cast::number_of(cast::Plain{}, out.values[j], out.values[j], before);
-        scaled[j] = value * factor;
+        scaled[j] = rules::scaled<Q>(value, factor);
         seen.template number<Q>(value, scaled[j]);
       }
       gpu::Vector<uint32_t, kWords> packed;
