@@ -1,6 +1,7 @@
 #include <tessera/distributed/sync_batch_norm.h>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
@@ -74,8 +75,11 @@ Tensor sync_batch_norm(const nn::BatchNormCall& call, Group& ranks) {
       [&](Inputs in, Extras& extras) {
         const GlobalStatistics s = gather_statistics(in[0], ranks);
         const double count = s.count;
-        if (running_mean.defined()) kernels::update_running(running_mean, s.mean, 1, momentum);
-        if (running_var.defined()) {
+        const bool follows = !is_recomputing();
+        if (follows && running_mean.defined()) {
+          kernels::update_running(running_mean, s.mean, 1, momentum);
+        }
+        if (follows && running_var.defined()) {
           kernels::update_running(running_var, s.variance, count / (count - 1), momentum);
         }
         const Tensor rstd = kernels::rstd_of(s.variance, eps);

@@ -1,5 +1,6 @@
 #include <tessera/nn/norm.h>
 
+#include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/init.h>
@@ -76,9 +77,9 @@ std::string GroupNorm::extra_repr() const {
 
 // ---- BatchNorm ---------------------------------------------------------------------------------
 
-// The weight of this batch in the running statistics; counts the batch.
+// The weight of this batch in the running statistics; counts the batch, once.
 double BatchNormBase::average_factor(const BatchNormOptions& options, const Tensor& batches) {
-  if (!batches.defined()) return options.momentum.value_or(0);
+  if (!batches.defined() || is_recomputing()) return options.momentum.value_or(0);
   const NoGradGuard no_grad;
   add_(batches, Scalar(1));
   if (options.momentum || batches.is_meta()) return options.momentum.value_or(0);

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/fp8/norm_call.h>
 #include <tessera/autograd/ops.h>
@@ -354,8 +355,11 @@ Tensor batch_norm(const Tensor& x, const Tensor& running_mean, const Tensor& run
         kernels::Statistics s;
         if (training) {
           s = kernels::channel_statistics(in[0], 0);
-          if (running_mean.defined()) kernels::update_running(running_mean, s.mean, 1, momentum);
-          if (running_var.defined()) {
+          const bool follows = !is_recomputing();
+          if (follows && running_mean.defined()) {
+            kernels::update_running(running_mean, s.mean, 1, momentum);
+          }
+          if (follows && running_var.defined()) {
             const double unbiased = static_cast<double>(count) / static_cast<double>(count - 1);
             kernels::update_running(running_var, s.variance, unbiased, momentum);
           }
@@ -410,7 +414,7 @@ Tensor instance_norm(const Tensor& x, const Tensor& running_mean, const Tensor& 
   const int64_t C = x.size(1), planes = x.size(0) * C;
   TS_CHECK_SHAPE(planes == 0 || x.numel() / planes > 1, kWhere,
                  "needs more than 1 value in each channel of a sample; got ", x);
-  if (running_mean.defined() || running_var.defined()) {
+  if (!is_recomputing() && (running_mean.defined() || running_var.defined())) {
     const NoGradGuard no_grad;
     Shape inner;
     for (int d = 2; d < x.dim(); ++d) inner.push_back(d);

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include <tessera/autograd/checkpoint.h>
 #include <tessera/core/error.h>
 #include <tessera/core/tensor/element_guard.h>
 #include <tessera/distributed/backward/broadcast.h>
@@ -169,7 +170,7 @@ void Replica::State::install() {
 }
 
 void Replica::State::before_forward() {
-  if (!grad_enabled() || !model->is_training()) return;
+  if (!grad_enabled() || !model->is_training() || is_recomputing()) return;
   known->check();
   const PhaseScope phase("forward");
   schedule->before_forward();

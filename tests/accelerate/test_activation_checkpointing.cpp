@@ -5,6 +5,8 @@
 #include <tessera/autograd/function.h>
 #include <tessera/core/error.h>
 #include <tessera/core/memory/allocator.h>
+#include <tessera/distributed/sync_batch_norm.h>
+#include <tessera/nn/norm.h>
 
 #include "accelerate/sharded_words.h"
 #include "message_of.h"
@@ -273,6 +275,66 @@ TEST(ActivationCheckpointing, DropsAgainWhatTheFirstRunHasDropped) {
   for (const Sharding sharding : kModes) {
     EXPECT_TRUE(train(sharding, true) == train(sharding, false)) << static_cast<int>(sharding);
   }
+}
+
+struct Normed : nn::Module<Normed> {
+  Normed() : fc(add<nn::Linear>("fc", 8, 8)), norm(add<nn::BatchNorm1d>("norm", 8)) {}
+  Tensor forward(const Tensor& x) { return x + tanh(norm(fc(x))); }
+  nn::Linear& fc;
+  nn::BatchNorm1d& norm;
+};
+
+TEST(ActivationCheckpointing, CountsABatchInRunningStatisticsOnce) {
+  const auto buffers_of = [](Sharding sharding, bool checkpointing) {
+    std::vector<std::vector<double>> values;
+    compared_ranks(2, [&](int rank) {
+      manual_seed(5);
+      Accelerator accelerator({.seed = 5,
+                               .sharding = sharding,
+                               .fsdp = {.activation_checkpointing = checkpointing},
+                               .config_file = ""});
+      nn::Sequential model;
+      for (int i = 0; i < 2; ++i) model.append<Normed>();
+      optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+      accelerator.prepare(model, optimizer);
+      for (uint64_t step = 0; step < 2; ++step) {
+        const Tensor x = randn({4, 8}, {}, RandomStream{step, static_cast<uint64_t>(rank)});
+        const auto micro = accelerator.accumulate(model);
+        accelerator.backward((model(x) * model(x)).mean());
+        optimizer.step(), optimizer.zero_grad();
+      }
+      if (rank != 0) return;
+      for (const auto& [name, buffer] : model.named_buffers()) values.push_back(buffer.to_vector());
+    });
+    return values;
+  };
+  for (const Sharding sharding : kModes) {
+    const auto values = buffers_of(sharding, true);
+    EXPECT_EQ(values.size(), 6u);
+    EXPECT_EQ(values, buffers_of(sharding, false)) << static_cast<int>(sharding);
+  }
+}
+
+TEST(ActivationCheckpointing, CountsABatchOfAllRanksOnce) {
+  const auto statistics = [](bool again) {
+    std::vector<double> values;
+    compared_ranks(2, [&](int rank) {
+      nn::BatchNorm1d norm(4);
+      norm.set_function([](const nn::BatchNormCall& call) {
+        return distributed::sync_batch_norm(call, distributed::world());
+      });
+      HookHandle handle;
+      if (again) handle = norm.checkpoint_calls();
+      const Tensor x = randn({5, 4}, {}, RandomStream{7, static_cast<uint64_t>(rank)});
+      tanh(norm(x)).sum().backward();
+      if (rank != 0) return;
+      for (const auto& [name, buffer] : norm.named_buffers()) {
+        for (const double value : buffer.to_vector()) values.push_back(value);
+      }
+    });
+    return values;
+  };
+  EXPECT_EQ(statistics(true), statistics(false));
 }
 
 struct Flat : nn::Module<Flat> {

@@ -1,6 +1,7 @@
 // Modules whose calls keep their inputs alone: the same bits from less memory, whatever a call is
 // given, and an error where it cannot be kept.
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/memory/allocator.h>
@@ -8,6 +9,8 @@
 #include <tessera/nn/container.h>
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/norm.h>
+#include <tessera/nn/parametrizations.h>
 #include <tessera/precision/autocast.h>
 
 #include "message_of.h"
@@ -232,6 +235,75 @@ TEST(CheckpointCalls, AModuleThatIsGoneBeforeItsBackwardIsAnError) {
   EXPECT_NE(message.find("a Step whose call is calculated again in backward is gone"),
             std::string::npos)
       << message;
+}
+
+// Every module whose forward writes buffers, in two steps: without recomputation, by
+// checkpoint_calls(), by checkpoint() around the call, and with one in the other.
+template <class Make>
+void expect_state_written_once(const char* name, const Make& make, const Tensor& x) {
+  const auto state_of = [&](bool calls, bool around) {
+    manual_seed(7);
+    const auto model = make();
+    HookHandle handle;
+    if (calls) handle = model->checkpoint_calls();
+    std::vector<std::vector<double>> values;
+    for (int step = 0; step < 2; ++step) {
+      const auto run = [&](const Tensor& in) { return tanh((*model)(in)); };
+      const Tensor in = (x * (1.0 + step)).set_requires_grad();
+      square(around ? checkpoint(run, in) : run(in)).sum().backward();
+      values.push_back(in.grad().to_vector());
+    }
+    for (const auto& [key, value] : model->state_dict()) values.push_back(value.to_vector());
+    return values;
+  };
+  const auto once = state_of(false, false);
+  EXPECT_EQ(state_of(true, false), once) << name << " by checkpoint_calls()";
+  EXPECT_EQ(state_of(false, true), once) << name << " by checkpoint()";
+  EXPECT_EQ(state_of(true, true), once) << name << " by both";
+}
+
+TEST(CheckpointCalls, WriteTheBuffersOfAForwardOnce) {
+  const Tensor rows = randn({6, 4, 5}, {}, RandomStream{1, 1});
+  const Tensor image = randn({3, 4, 5, 2}, {}, RandomStream{1, 2});
+  for (const std::optional<double> momentum : {std::optional(0.1), std::optional<double>()}) {
+    const nn::BatchNormOptions options{.momentum = momentum};
+    expect_state_written_once(
+        "BatchNorm1d", [&] { return std::make_unique<nn::BatchNorm1d>(4, options); }, rows);
+    expect_state_written_once(
+        "BatchNorm2d", [&] { return std::make_unique<nn::BatchNorm2d>(4, options); }, image);
+  }
+  const nn::InstanceNormOptions tracked{.affine = true, .track_running_stats = true};
+  expect_state_written_once(
+      "InstanceNorm1d", [&] { return std::make_unique<nn::InstanceNorm1d>(4, tracked); }, rows);
+  expect_state_written_once(
+      "InstanceNorm2d", [&] { return std::make_unique<nn::InstanceNorm2d>(4, tracked); }, image);
+  expect_state_written_once(
+      "spectral_norm",
+      [] {
+        auto model = std::make_unique<nn::Linear>(5, 3);
+        nn::spectral_norm(*model);
+        return model;
+      },
+      rows);
+}
+
+TEST(CheckpointCalls, RunningStatisticsOfTheFunctionalNormsFollowABatchOnce) {
+  const Tensor x = randn({6, 4, 5}, {}, RandomStream{1, 1});
+  for (const bool instance : {false, true}) {
+    const auto statistics = [&](bool again) {
+      const Tensor running_mean = zeros({4}), running_var = ones({4});
+      const auto run = [&](const Tensor& in) {
+        return tanh(instance ? instance_norm(in, running_mean, running_var)
+                             : batch_norm(in, running_mean, running_var, {}, {}, true));
+      };
+      const Tensor in = (x * 2.0).set_requires_grad();
+      const Tensor loss = square(again ? checkpoint(run, in) : run(in)).sum();
+      loss.backward({}, true);
+      loss.backward();
+      return std::pair(running_mean.to_vector(), running_var.to_vector());
+    };
+    EXPECT_EQ(statistics(true), statistics(false)) << (instance ? "instance" : "batch");
+  }
 }
 
 }  // namespace
