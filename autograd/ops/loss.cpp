@@ -171,7 +171,12 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target,
         }
         const Tensor q = kernels::cross_entropy_distribution(rows, targets, attributes);
         const Tensor p = softmax(in_compute(rows), 1);
-        const Tensor share = divided ? mul(in_compute(up), reciprocal(divisor)) : in_compute(up);
+        Tensor share = in_compute(up);
+        if (divided) {
+          // Where all rows are ignored their gradient is 0, not 0 times an infinity.
+          const Tensor nothing = all(eq(targets, attributes.ignore_index));
+          share = mul(share, reciprocal(masked_fill(divisor, nothing, 1)));
+        }
         const Tensor weight = unsqueeze(share, 1);
         const Tensor gradient = mul(weight, sub(mul(p, kernels::sum(q, {1}, true, q.dtype())), q));
         return {from_rows(gradient, logits.shape()), Tensor()};

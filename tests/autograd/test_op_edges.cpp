@@ -2,13 +2,16 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/functional.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/profile/profiler.h>
 
@@ -316,7 +319,6 @@ TEST(Interpolate, NearestReadsThePlacesThatTorchReads) {
     while (y.dim() > 1) y = y[0];
     return y.to_vector();
   };
-  using Values = std::vector<double>;
   // The factor is used as it was given, but for planes that keep their size or double it.
   EXPECT_EQ(places({1, 1, 4}, 1.2), (Values{0, 0, 1, 2}));
   EXPECT_EQ(places({1, 1, 4}, 2.1), (Values{0, 0, 0, 1, 1, 2, 2, 3}));
@@ -341,13 +343,57 @@ TEST(Cumprod, HasAGradientInFrontOfAZeroWhateverStandsBehindIt) {
             (std::vector<double>{0, 0, 0}));
 }
 
-TEST(Uint8, IsComparedAndDividedWithANegativeNumberAsItStands) {
+TEST(Uint8, IsComparedWithANegativeNumberAsItStands) {
   const Tensor x = tensor({0, 1, 255}, kU8);  // torch makes 255 of -1 first
   EXPECT_EQ(gt(x, -1).to_vector(), (std::vector<double>{1, 1, 1}));
   EXPECT_EQ(eq(x, -1).to_vector(), (std::vector<double>{0, 0, 0}));
   EXPECT_EQ(add(x, -1).to_vector(), (std::vector<double>{255, 0, 254}));
   EXPECT_EQ(add(x, -1).dtype(), kU8);
 }
+
+// torch's gradient is 0 there, though the loss is 0 / 0; recorded or not, and so are later ones.
+TEST(CrossEntropy, HasNoGradientWhereAllTargetsAreIgnored) {
+  const Tensor targets = full({3}, -100, {.dtype = kI64});
+  const Tensor class_weight = tensor({1, 2, 0.5, 1}).to(kF32), head = randn({4, 4});
+  using Loss = std::function<Tensor(const Tensor&)>;
+  std::vector<std::pair<std::string, Loss>> losses;
+  for (const double smoothing : {0.0, 0.1}) {
+    for (const Tensor& weight : {Tensor(), class_weight}) {
+      losses.emplace_back("cross_entropy", [=](const Tensor& x) {
+        return cross_entropy(x, targets, {.weight = weight, .label_smoothing = smoothing});
+      });
+      losses.emplace_back("cross_entropy of [N, C, d]", [=](const Tensor& x) {
+        return cross_entropy(x.unsqueeze(2), targets.unsqueeze(1),
+                             {.weight = weight, .label_smoothing = smoothing});
+      });
+    }
+  }
+  losses.emplace_back("nll_loss", [=](const Tensor& x) {
+    return nll_loss(log_softmax(x, 1), targets, {.weight = class_weight});
+  });
+  losses.emplace_back("linear_cross_entropy", [=](const Tensor& x) {
+    return linear_cross_entropy(x, head, targets, -100, Reduction::kMean, true);
+  });
+  for (const auto& [name, loss] : losses) {
+    SCOPED_TRACE(name);
+    const Tensor x = randn({3, 4}).set_requires_grad();
+    const std::vector<double> none(12, 0.0);
+    for (const bool create_graph : {false, true}) {
+      // A factor that learns: its gradient is the loss, not one of the logits.
+      const Tensor factor = ones({}).set_requires_grad();
+      const Tensor first = grad(loss(x) * factor, x, {},
+                                {.retain_graph = create_graph, .create_graph = create_graph})[0];
+      EXPECT_EQ(first.to_vector(), none) << create_graph;
+      if (!create_graph || !first.requires_grad()) continue;
+      EXPECT_EQ(grad((first * randn({3, 4})).sum(), x)[0].to_vector(), none);
+    }
+    for (const double value : functional::hessian(loss, x).to_vector()) EXPECT_EQ(value, 0);
+  }
+}
+
+// ---- Integers of few bits -----------------------------------------------------------------------
+
+using Values = std::vector<double>;
 
 }  // namespace
 }  // namespace tessera::test_op_edges
