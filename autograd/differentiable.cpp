@@ -9,6 +9,7 @@
 #include <tessera/autograd/engine.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
@@ -230,6 +231,16 @@ Tensor Saved::input(int i) const {
   return saved.unpack(node_.next_edges[static_cast<size_t>(i)], node_.op(), "input", i);
 }
 
+Tensor Saved::input_or_place(int i) const {
+  const auto at = static_cast<size_t>(i);
+  if (node_.kept & index_bit(at)) return input(i);
+  const TensorMeta& meta = node_.input_metas[at];
+  const Tensor place = zeros(meta.shape, {.dtype = meta.dtype, .device = meta.device});
+  const Edge& history = node_.next_edges[at];
+  if (grad_enabled() && history.node) set_history(place, history.node, history.index);
+  return place;
+}
+
 Tensor Saved::output(int i) const {
   TS_CHECK_AS(AutogradError, node_.op().reads_outputs & index_bit(static_cast<size_t>(i)),
               node_.op(), "backward reads output ", i, ", which its record does not name");
@@ -302,8 +313,7 @@ TensorList OpNode::apply(TensorList grads) {
       "backward a second time through a graph whose saved tensors were freed; detach() what "
       "is carried over from an earlier step, or use retain_graph = true in the first "
       "backward");
-  const bool twice = op_.twice_differentiable && (kept & op_.second_reads) == op_.second_reads;
-  if (!grad_enabled() || twice) {
+  if (!grad_enabled() || op_.twice_differentiable) {
     return backward_(Grads(grads), Saved(*this));
   }
   TensorList results;

@@ -81,6 +81,9 @@ class Saved {
  public:
   explicit Saved(const OpNode& node) : node_(node) {}
   Tensor input(int i) const;
+  // Of an input that was defined; where it was not kept, zeros in its place on the tape: for second
+  // derivatives that need its history and not its elements.
+  Tensor input_or_place(int i) const;
   Tensor output(int i = 0) const;
   Tensor extra(int i) const;
   bool needs(int input) const;  // is this gradient wanted?

@@ -66,9 +66,6 @@ struct Op {
   // False where backward runs kernels that have no gradient: asking for a second derivative is an
   // error that names the op. True: backward is made of ops.
   bool twice_differentiable = true;
-  // Of a fused op whose backward is its composed form where it is recorded: the inputs that this
-  // takes. Where one was not kept, because no gradient reads it, there is no second derivative.
-  IndexMask second_reads = 0;
   // The input whose gradient is the sum of the output's over all dimensions but the last; -1: none.
   // Backward may get it with the gradient: Saved::column_sums().
   int bias = -1;

@@ -19,7 +19,6 @@ namespace tessera {
 const Op kLinearGelu{.name = "linear_gelu",
                      .autocast = Autocast::kLow,
                      .reads = {inputs(1, 2), inputs(0, 1, 2), inputs()},
-                     .second_reads = inputs(0, 1, 2),
                      .composed = "gelu(linear(x, weight, bias))"};
 
 namespace {
@@ -60,11 +59,21 @@ Tensor input_gradient(const Tensor& rows, const Saved& s) {
   return raw::view(grad, s.input_shape(0));
 }
 
+// Input i as recorded backwards take it, if there is one.
+Tensor place_of(const Saved& s, int i, bool defined) {
+  return defined ? s.input_or_place(i) : Tensor();
+}
+// The elements that forward kept, with the history of `made`, whose operands may be places alone.
+Tensor with_history(const Tensor& elements, const Tensor& made) {
+  if (!elements.defined()) return made;
+  return add(made, detach(sub(reshape(elements, made.shape()), made)));
+}
+
 }  // namespace
 
 Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Gelu approximate) {
   check_layer(kLinearGelu, x, weight, bias);
-  const bool tanh_form = approximate == Gelu::kTanh;
+  const bool tanh_form = approximate == Gelu::kTanh, has_bias = bias.defined();
   return differentiable(
       kLinearGelu, {x, weight, bias},
       [tanh_form](Inputs in, Extras& extras) {
@@ -77,9 +86,11 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
       },
       [=](Grads dy, const Saved& s) -> TensorList {
         if (grad_enabled()) {
-          return composed_gradients(
-              {s.input(0), s.input(1), s.input(2)}, dy[0],
-              [&](const TensorList& in) { return gelu(linear(in[0], in[1], in[2]), approximate); });
+          const TensorList saved{place_of(s, 0, true), place_of(s, 1, true),
+                                 place_of(s, 2, has_bias)};
+          return composed_gradients(saved, dy[0], [&](const TensorList& in) {
+            return gelu(with_history(s.extra(0), linear(in[0], in[1], in[2])), approximate);
+          });
         }
         const Tensor before = s.extra(0);
         const auto [rows, sums] =
@@ -109,7 +120,6 @@ const Op kLinearGeluLinear{
     .name = "linear_gelu_linear",
     .autocast = Autocast::kLow,
     .reads = {inputs(1, 2, 3, 4), inputs(0, 1, 2, 3, 4), inputs(3), inputs()},
-    .second_reads = inputs(0, 1, 2, 3, 4),
     .bias = 4,
     .composed = "linear(gelu(linear(x, weight, bias)), out_weight, out_bias)"};
 
@@ -128,6 +138,7 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
   TS_CHECK_SHAPE(!residual.defined() || residual.shape() == shape, kLinearGeluLinear,
                  "expects a residual of ", shape, "; got ", residual);
   const bool tanh_form = approximate == Gelu::kTanh;
+  const bool has_bias = bias.defined(), has_out_bias = out_bias.defined();
   // A frozen layer's operand is not kept for it.
   const bool inner_learns =
       x.requires_grad() || weight.requires_grad() || (bias.defined() && bias.requires_grad());
@@ -158,9 +169,13 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
       },
       [=](Grads dy, const Saved& s) -> TensorList {
         if (grad_enabled()) {
-          const TensorList saved{s.input(0), s.input(1), s.input(2), s.input(3), s.input(4)};
+          const TensorList saved{place_of(s, 0, true), place_of(s, 1, true),
+                                 place_of(s, 2, has_bias), place_of(s, 3, true),
+                                 place_of(s, 4, has_out_bias)};
           TensorList all = composed_gradients(saved, dy[0], [&](const TensorList& in) {
-            return linear(gelu(linear(in[0], in[1], in[2]), approximate), in[3], in[4]);
+            const Tensor before = with_history(s.extra(0), linear(in[0], in[1], in[2]));
+            const Tensor hidden = with_history(s.extra(1), gelu(before, approximate));
+            return linear(hidden, in[3], in[4]);
           });
           all.push_back(dy[0]);
           return all;

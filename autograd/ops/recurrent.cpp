@@ -290,7 +290,6 @@ const Op kLstmLayer{.name = "lstm_layer",
                     .autocast = Autocast::kLow,
                     .reads = {inputs(0, 1, 2, 3, 4, 5, 6)},
                     .reads_outputs = outputs(0),
-                    .second_reads = inputs(0, 1, 2, 3, 4, 5, 6),
                     .composed = "linear, and for each step linear, sigmoid, tanh"};
 
 RecurrentLayer lstm_layer(const Tensor& x, const Tensor& weight_ih, const Tensor& weight_hh,
@@ -309,7 +308,6 @@ const Op kGruLayer{.name = "gru_layer",
                    .autocast = Autocast::kLow,
                    .reads = {inputs(0, 1, 2, 3, 4, 5)},
                    .reads_outputs = outputs(0),
-                   .second_reads = inputs(0, 1, 2, 3, 4, 5),
                    .composed = "linear, and for each step linear, sigmoid, tanh"};
 
 RecurrentLayer gru_layer(const Tensor& x, const Tensor& weight_ih, const Tensor& weight_hh,

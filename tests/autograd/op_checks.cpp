@@ -9,6 +9,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/op.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::tests {
@@ -124,6 +126,44 @@ Evaluation evaluate(const OpRow& row, const TensorList& inputs, const std::vecto
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!result.gradients[i].defined())
       result.gradients[i] = raw::zeros(targets[i].shape(), targets[i].dtype(), targets[i].device());
+  }
+  return result;
+}
+
+// A product of the second derivatives by the inputs of `of` with fixed numbers, where those of
+// `wanted` require grad: what it gives those inputs, and the incoming gradient of each output.
+TensorList second_gradients(const OpRow& row, const TensorList& inputs,
+                            const std::vector<size_t>& wanted, const std::vector<size_t>& of,
+                            const Attrs& attrs, const TensorList& gradients_in) {
+  for (const size_t i : wanted) inputs[i].set_requires_grad();
+  const TensorList outputs = call_seeded(row, inputs, attrs).tensors;
+  TensorList followed, seeds, targets;
+  for (const size_t i : of) targets.push_back(inputs[i]);
+  TensorList all = targets;
+  for (size_t o = 0; o < outputs.size(); ++o) {
+    all.push_back(outputs[o]);
+    if (!outputs[o].requires_grad()) continue;
+    followed.push_back(outputs[o]);
+    seeds.push_back(gradients_in[o].detach().clone().set_requires_grad());
+    all.back() = seeds.back();
+  }
+  const TensorList first =
+      grad(followed, targets, seeds, {.create_graph = true, .allow_unused = true});
+  Tensor product = zeros({}, {.dtype = kF64});
+  for (const Tensor& gradient : first) {
+    if (!gradient.defined() || !gradient.requires_grad()) continue;
+    product = product + sum(gradient * make_gradients({gradient}, kF64)[0]);
+  }
+  targets.insert(targets.end(), seeds.begin(), seeds.end());
+  TensorList found;
+  if (product.requires_grad()) found = grad(product, targets, {}, {.allow_unused = true});
+  TensorList result;
+  for (const Tensor& tensor : all) {
+    Tensor own = raw::zeros(tensor.shape(), kF64, kCpu);
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (targets[i].is(tensor) && found[i].defined()) own = found[i];
+    }
+    result.push_back(own);
   }
   return result;
 }
@@ -437,6 +477,21 @@ Complaints check_grad_of_some(const OpRow& row, const Sample& sample) {
               difference(got.gradients[i], expected,
                          error_bound(kF64, row.tolerance, terms, 1 + largest(expected)));
           if (!wrong.empty()) complaints.push_back(text(where, ": input ", some[i], ": ", wrong));
+        }
+        if (row.differentiable != Differentiable::kYes) return;
+        const TensorList of_all =
+            second_gradients(row, make_inputs(row, sample, kF64), all, some, attrs, gradients);
+        const TensorList of_some =
+            second_gradients(row, make_inputs(row, sample, kF64), some, some, attrs, gradients);
+        for (size_t i = 0; i < of_all.size(); ++i) {
+          const std::vector<double> expected = of_all[i].to_vector();
+          // Rounding errors of first derivatives are among them.
+          const std::string wrong =
+              difference(of_some[i], expected,
+                         error_bound(kF64, 100 * row.tolerance, terms, 1 + largest(expected)));
+          if (!wrong.empty()) {
+            complaints.push_back(text(where, ": second derivative ", i, ": ", wrong));
+          }
         }
       });
     }

@@ -35,7 +35,8 @@ Complaints check_forward_on(const OpRow& row, const Sample& sample, const Device
 // The Jacobian against central differences in f64; second derivatives, or the error that names the
 // op.
 Complaints check_grad(const OpRow& row, const Sample& sample);
-// Whichever inputs require a gradient, they get the one that they have where all do.
+// Whichever inputs require a gradient, they get the one that they have where all do, and the second
+// derivatives.
 Complaints check_grad_of_some(const OpRow& row, const Sample& sample);
 // Inputs and incoming gradients that are transposed, strided or expanded give what contiguous ones
 // do.
