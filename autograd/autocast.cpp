@@ -63,6 +63,11 @@ Tensor autocast_product(const Tensor& x) {
   return cast(x, mode.dtype, mode.boundary != nullptr);
 }
 
+Tensor autocast_float32(const Tensor& x) {
+  const AutocastMode& mode = Context::current().slot<AutocastMode>();
+  return mode.enabled && !mode.boundary && takes_part(x) ? to(x, kF32) : x;
+}
+
 TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs) {
   TensorList result(inputs.begin(), inputs.end());
   const AutocastMode mode = Context::current().slot<AutocastMode>();

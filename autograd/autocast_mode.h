@@ -56,6 +56,8 @@ extern const Op kAutocastWeight;
 TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs);
 // x as an op with Autocast::kLow would read it.
 Tensor autocast_product(const Tensor& x);
+// The same of Autocast::kFloat32: for functions that are made of ops and have no record.
+Tensor autocast_float32(const Tensor& x);
 }  // namespace detail
 
 }  // namespace tessera

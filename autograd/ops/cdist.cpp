@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
@@ -89,9 +90,10 @@ TensorList cdist_gradient(const Tensor& dy, const Tensor& a, const Tensor& b, co
 
 }  // namespace
 
-Tensor cdist(const Tensor& a, const Tensor& b, double p, EuclideanProduct product) {
-  check_defined(kCdist, "a", a);
-  check_defined(kCdist, "b", b);
+Tensor cdist(const Tensor& given_a, const Tensor& given_b, double p, EuclideanProduct product) {
+  check_defined(kCdist, "a", given_a);
+  check_defined(kCdist, "b", given_b);
+  const Tensor a = detail::autocast_float32(given_a), b = detail::autocast_float32(given_b);
   TS_CHECK_SHAPE(a.dim() >= 2 && b.dim() >= 2 && a.size(-1) == b.size(-1), kCdist,
                  "expects [..., P, M] and [..., R, M]; got ", a, " and ", b);
   TS_CHECK_DTYPE(is_floating(a.dtype()) && !is_fp8(a.dtype()) && a.dtype() == b.dtype(), kCdist,
@@ -115,6 +117,7 @@ Tensor cdist(const Tensor& a, const Tensor& b, double p, EuclideanProduct produc
   const Tensor dist = differentiable(
       kCdist, {matrices(a), matrices(b)},
       [=](Inputs in) {
+        const AutocastGuard off(kBF16, false);  // products are f32 here
         const bool empty = in[0].numel() == 0 || in[1].numel() == 0;
         if (empty) {
           return zeros({in[0].size(0), in[0].size(1), in[1].size(1)},
@@ -124,6 +127,7 @@ Tensor cdist(const Tensor& a, const Tensor& b, double p, EuclideanProduct produc
         return to(by_product ? distances_by_product(a, b) : distances(a, b, p), in[0].dtype());
       },
       [=](Grads dy, const Saved& s) -> TensorList {
+        const AutocastGuard off(kBF16, false);
         const Tensor a = widened(s.input(0)), b = widened(s.input(1));
         if (a.numel() == 0 || b.numel() == 0) return {zeros_like(a), zeros_like(b)};
         return cdist_gradient(dy[0], a, b, widened(s.output()), p, by_product);

@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 
@@ -24,14 +25,16 @@ Tensor places_of(const Tensor& coordinate, int64_t size, GridPadding padding, bo
       place = add(where(odd, rsub(span, rest), rest), low);
     }
   }
-  return clamp(place, 0.0, last);
+  // What is no number lies at the first place, as in torch.
+  return masked_fill(clamp(place, 0.0, last), isnan(place), 0);
 }
 
 }  // namespace
 
 // A corner at a time: rows of channels by their place, weighted. Coordinates are f32, f64 for f64.
-Tensor grid_sample(const Tensor& x, const Tensor& grid, Interpolation mode, GridPadding padding,
-                   bool align_corners) {
+Tensor grid_sample(const Tensor& given, const Tensor& given_grid, Interpolation mode,
+                   GridPadding padding, bool align_corners) {
+  const Tensor x = detail::autocast_float32(given), grid = detail::autocast_float32(given_grid);
   const int spatial = x.dim() - 2;
   TS_CHECK_SHAPE(spatial == 2 || spatial == 3, kGridSample,
                  "expects [N, C, H, W] or [N, C, D, H, W]; got ", x);
@@ -56,6 +59,7 @@ Tensor grid_sample(const Tensor& x, const Tensor& grid, Interpolation mode, Grid
   to_rows.push_back(1);
   result_shape.push_back(C);
   const DType computed = x.dtype() == kF64 ? kF64 : kF32;
+  const bool nearest = mode == Interpolation::kNearest;
   const Tensor rows = reshape(to(permute(x, to_rows), computed), {N * plane, C});
   const Tensor coordinates = reshape(to(grid, computed), {N, points, spatial});
 
@@ -63,11 +67,12 @@ Tensor grid_sample(const Tensor& x, const Tensor& grid, Interpolation mode, Grid
   for (int d = 0; d < spatial; ++d) {  // the last coordinate is the first dimension's
     const Tensor place =
         places_of(select(coordinates, 2, spatial - 1 - d), x.size(2 + d), padding, align_corners);
-    places.push_back(mode == Interpolation::kNearest ? round(place) : place);
+    places.push_back(nearest ? round(place) : place);
   }
   const Tensor sample = mul(reshape(arange(0, N, 1, kI64, x.device()), {N, 1}), plane);
+  const Tensor all_of_them = ones({}, {.dtype = kBool, .device = x.device()});
   Tensor result;
-  const int corners = mode == Interpolation::kNearest ? 1 : 1 << spatial;
+  const int corners = nearest ? 1 : 1 << spatial;
   for (int corner = 0; corner < corners; ++corner) {
     Tensor row = expand(sample, {N, points}), weight, inside;
     int64_t stride = plane;
@@ -81,15 +86,17 @@ Tensor grid_sample(const Tensor& x, const Tensor& grid, Interpolation mode, Grid
       const Tensor within = logical_and(ge(place, 0), le(place, static_cast<double>(size - 1)));
       row = add(row, mul(to(masked_fill(place, logical_not(within), 0), kI64), stride));
       inside = d == 0 ? within : logical_and(inside, within);
-      if (mode == Interpolation::kNearest) continue;
-      const Tensor share = upper ? sub(exact, lower) : rsub(1, sub(exact, lower));
+      // Of the nearest it is 1, with gradients of 0 for the grid.
+      const Tensor off = nearest ? masked_fill(exact, all_of_them, 0) : sub(exact, lower);
+      const Tensor share = upper ? off : rsub(1, off);
       weight = d == 0 ? share : mul(weight, share);
     }
     const Tensor values = reshape(index_select(rows, 0, reshape(row, {-1})), {N, points, C});
     const Tensor outside = unsqueeze(logical_not(inside), 2);
-    const Tensor part = mode == Interpolation::kNearest
-                            ? masked_fill(values, outside, 0)
-                            : mul(values, masked_fill(unsqueeze(weight, 2), outside, 0));
+    // A coordinate that is no number shows in planes, and in volumes is outside, as in torch.
+    weight = unsqueeze(weight, 2);
+    const Tensor part = mul(masked_fill(values, outside, 0),
+                            spatial == 2 ? weight : masked_fill(weight, outside, 0));
     result = corner == 0 ? part : add(result, part);
   }
   return contiguous(movedim(to(reshape(result, result_shape), x.dtype()), {-1}, {1}));

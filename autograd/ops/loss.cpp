@@ -282,7 +282,7 @@ Tensor nll_loss(const Tensor& log_probabilities, const Tensor& target,
       result = div(sum(losses), sum(weights));
       break;
   }
-  return to(result, log_probabilities.dtype());
+  return to(result, loss_dtype(log_probabilities));
 }
 
 // ---- Pointwise losses ---------------------------------------------------------------------------

@@ -90,7 +90,7 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
 
 // ---- dot, outer ---------------------------------------------------------------------------------
 
-const Op kDot{.name = "dot", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0)}};
+const Op kDot{.name = "dot", .autocast = Autocast::kWidest, .reads = {inputs(1), inputs(0)}};
 
 Tensor dot(const Tensor& a, const Tensor& b) {
   check_defined(kDot, "a", a);

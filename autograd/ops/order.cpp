@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
@@ -153,8 +154,9 @@ Tensor quantile_of(const Tensor& x, const Tensor& q, std::optional<int64_t> dim,
 
 }  // namespace
 
-Tensor quantile(const Tensor& x, const Tensor& q, std::optional<int64_t> dim, bool keepdim,
-                Quantile interpolation) {
+Tensor quantile(const Tensor& given, const Tensor& given_q, std::optional<int64_t> dim,
+                bool keepdim, Quantile interpolation) {
+  const Tensor x = detail::autocast_float32(given), q = detail::autocast_float32(given_q);
   TS_CHECK(x.defined() && q.defined(), kQuantile, "x and q must be defined");
   TS_CHECK_SHAPE(q.dim() <= 1, kQuantile, "q must be a number or have one dimension; got ", q);
   TS_CHECK_DTYPE(q.dtype() == x.dtype(), kQuantile, "q must have x's dtype; got ", q, " for ", x,
@@ -167,8 +169,10 @@ Tensor quantile(const Tensor& x, const Tensor& q, std::optional<int64_t> dim, bo
   return quantile_of(x, q, dim, keepdim, interpolation);
 }
 
-Tensor quantile(const Tensor& x, double q, std::optional<int64_t> dim, bool keepdim,
+Tensor quantile(const Tensor& given, double q, std::optional<int64_t> dim, bool keepdim,
                 Quantile interpolation) {
+  TS_CHECK(given.defined(), kQuantile, "x is undefined");
+  const Tensor x = detail::autocast_float32(given);
   TS_CHECK(q >= 0 && q <= 1, kQuantile, "q must be in [0, 1]; got ", q);
   return quantile_of(x, full({}, q, {.dtype = x.dtype(), .device = x.device()}), dim, keepdim,
                      interpolation);

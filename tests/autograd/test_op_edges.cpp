@@ -391,6 +391,48 @@ TEST(CrossEntropy, HasNoGradientWhereAllTargetsAreIgnored) {
   }
 }
 
+// ---- Autocast -----------------------------------------------------------------------------------
+
+// The dtype of results under autocast in bf16, of inputs in f32, bf16 and both orders of a mixture.
+TEST(Autocast, FunctionsThatAreMadeOfOpsGiveTheDtypesOfTorch) {
+  const Tensor labels = tensor({0, 1, 2, 3}, kI64), signs = ones({4});
+  using Call = std::function<Tensor(const Tensor&, const Tensor&)>;
+  const std::vector<std::pair<std::string, Call>> in_f32 = {
+      {"nll_loss", [&](const Tensor& a, const Tensor&) { return nll_loss(a, labels); }},
+      {"cross_entropy", [&](const Tensor& a, const Tensor&) { return cross_entropy(a, labels); }},
+      {"quantile", [](const Tensor& a, const Tensor&) { return quantile(a, 0.3); }},
+      {"quantile", [](const Tensor& a, const Tensor& b) { return quantile(a, b.select(0, 0)); }},
+      {"cdist", [](const Tensor& a, const Tensor& b) { return cdist(a, b); }},
+      {"grid_sample",
+       [](const Tensor& a, const Tensor& b) {
+         return grid_sample(a.view({1, 1, 4, 4}), b.view({1, 2, 4, 2}));
+       }},
+      {"cosine_embedding_loss",
+       [&](const Tensor& a, const Tensor& b) { return cosine_embedding_loss(a, b, signs); }},
+      {"triplet_margin_loss",
+       [](const Tensor& a, const Tensor& b) { return triplet_margin_loss(a, b, a); }},
+      {"poisson_nll_loss", [](const Tensor& a, const Tensor& b) { return poisson_nll_loss(a, b); }},
+      {"kl_div", [](const Tensor& a, const Tensor& b) { return kl_div(a, b); }},
+      {"huber_loss", [](const Tensor& a, const Tensor& b) { return huber_loss(a, b); }},
+  };
+  const Tensor a = rand({4, 4}) * 0.8 + 0.1, b = rand({4, 4}) * 0.8 + 0.1;
+  const AutocastGuard autocast(kBF16);
+  for (const auto& [name, call] : in_f32) {
+    for (const DType left : {kF32, kBF16}) {
+      for (const DType right : {kF32, kBF16}) {
+        EXPECT_EQ(call(a.to(left), b.to(right)).dtype(), kF32) << name << left << right;
+      }
+    }
+  }
+  EXPECT_EQ(dot(a.select(0, 0), b.select(0, 0)).dtype(), kF32);
+  EXPECT_EQ(dot(a.select(0, 0).to(kBF16), b.select(0, 0).to(kBF16)).dtype(), kBF16);
+  // The product inside of it as well.
+  const Tensor many = randn({40, 8}), others = randn({40, 8});
+  const Tensor distances = cdist(many, others);
+  const AutocastGuard off(kBF16, false);
+  EXPECT_EQ(distances.to_vector(), cdist(many, others).to_vector());
+}
+
 // ---- Integers of few bits -----------------------------------------------------------------------
 
 using Values = std::vector<double>;

@@ -356,10 +356,6 @@ TEST(F16OnTheCpu, ProductsAreF32ProductsRoundedOnce) {
        [](const TensorList& in) { return addmm(in[0], in[1], in[2]); },
        {random({6, 7}), random({6, 40}), random({40, 7})},
        40},
-      {"dot",
-       [](const TensorList& in) { return dot(in[0], in[1]); },
-       {random({50}), random({50})},
-       50},
       {"einsum",
        [](const TensorList& in) {
          return einsum("bij,bjk->bik", TensorList{in[0], in[1]});
