@@ -126,13 +126,16 @@ Tensor ctc_loss(const Tensor& log_probs, const Tensor& targets, const Tensor& in
   Tensor losses = neg(logsumexp(cat(TensorList{at_blank, at_label}, 1), {1}));
   const Tensor idle = eq(step_counts, 0);
   losses = where(idle, mul(to(gt(label_counts, 0), logs.dtype()), -2 * kNever), losses);
-  // Adds nothing, and exp(log_prob) to the gradient of each log_prob of a sample's steps.
+  const Tensor impossible = gt(detach(losses), -0.5 * kNever);
+  // Adds nothing, and exp(log_prob) to the gradient of each log_prob of a sample's steps; NaN where
+  // the loss is infinite, as torch does.
+  const double share = zero_infinity ? 1 : std::numeric_limits<double>::quiet_NaN();
+  const Tensor shares = masked_fill(ones({N}, {logs.dtype(), device}), impossible, share);
   const Tensor running =
       lt(unsqueeze(to(arange(T), device), 1), unsqueeze(step_counts, 0));  // [T, N]
-  const Tensor mass = sum(mul(sum(exp(logs), {2}), to(running, logs.dtype())), {0});
+  const Tensor weights = masked_fill(expand(shares, {T, N}), logical_not(running), 0);
+  const Tensor mass = sum(mul(sum(exp(logs), {2}), weights), {0});
   losses = add(losses, sub(mass, detach(mass)));
-
-  const Tensor impossible = gt(detach(losses), -0.5 * kNever);
   losses =
       masked_fill(losses, impossible, zero_infinity ? 0 : std::numeric_limits<double>::infinity());
   if (reduction == Reduction::kMean) {

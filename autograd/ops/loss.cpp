@@ -370,7 +370,7 @@ Tensor smooth_l1_loss(const Tensor& x, const Tensor& target, Reduction reduction
       },
       [=](const Tensor& x, const Tensor& t) {
         const Tensor d = sub(x, t);
-        return where(lt(abs(d), beta), div(d, beta), sign(d));
+        return where(ge(abs(d), beta), sign(d), div(d, beta));  // of NaN it is NaN
       });
 }
 
@@ -591,14 +591,17 @@ Tensor triplet_margin_loss(const Tensor& anchor, const Tensor& positive, const T
       "inputs must have one number of dimensions, at least 1; got ", anchor, ", ", positive,
       " and ", negative);
   TS_CHECK(margin > 0, kWhere, "margin must be positive; got ", margin);
-  const Tensor a = in_compute(anchor), near = in_compute(positive), far = in_compute(negative);
+  // Differences of integers are integers, as torch's are: those of u8 wrap.
+  const auto operand = [](const Tensor& x) { return is_floating(x.dtype()) ? in_compute(x) : x; };
+  const Tensor a = operand(anchor), near = operand(positive), far = operand(negative);
   const auto distance = [&](const Tensor& x, const Tensor& y) {
     return norm(add(sub(x, y), eps), p, {-1});
   };
   Tensor apart = distance(a, far);
   if (swap) apart = minimum(apart, distance(near, far));
   const Tensor losses = relu(add(sub(distance(a, near), apart), margin));
-  return to(reduced(losses, reduction), loss_dtype(anchor));
+  const Tensor loss = reduced(losses, reduction);
+  return is_floating(anchor.dtype()) ? to(loss, loss_dtype(anchor)) : loss;
 }
 
 Tensor cosine_embedding_loss(const Tensor& x1, const Tensor& x2, const Tensor& target,

@@ -319,6 +319,7 @@ TEST(Interpolate, NearestReadsThePlacesThatTorchReads) {
     while (y.dim() > 1) y = y[0];
     return y.to_vector();
   };
+  using Values = std::vector<double>;
   // The factor is used as it was given, but for planes that keep their size or double it.
   EXPECT_EQ(places({1, 1, 4}, 1.2), (Values{0, 0, 1, 2}));
   EXPECT_EQ(places({1, 1, 4}, 2.1), (Values{0, 0, 0, 1, 1, 2, 2, 3}));
@@ -436,6 +437,98 @@ TEST(Autocast, FunctionsThatAreMadeOfOpsGiveTheDtypesOfTorch) {
 // ---- Integers of few bits -----------------------------------------------------------------------
 
 using Values = std::vector<double>;
+const double kInfinite = std::numeric_limits<double>::infinity();
+const double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+TEST(Losses, TripletsOfIntegersAreF32OfTheirOwnDifferences) {
+  const Tensor x = tensor({3, 200, 7}).view({1, 3}).to(kU8);
+  const Tensor loss = triplet_margin_loss(x, x + 1, x + 3);
+  EXPECT_EQ(loss.dtype(), kF32);
+  EXPECT_NEAR(loss.item(), 4.464080810546875, 1e-4);  // 1 - 2 is 255
+  const Tensor wide = x.to(kI32);
+  EXPECT_EQ(triplet_margin_loss(wide, wide + 1, wide + 3).item(), 0);
+}
+
+// ---- What is no number --------------------------------------------------------------------------
+
+TEST(Losses, AGradientOfNaNIsNaNWhereTorchHasIt) {
+  const auto gradient = [](const auto& loss) {
+    const Tensor x = tensor({kNaN, 1.0, -kInfinite, kInfinite, 5.0}).to(kF32).set_requires_grad();
+    loss(x, tensor({0.5, kNaN, 0.0, 1.0, 5.0}).to(kF32)).sum().backward();
+    Values values = x.grad().to_vector();
+    for (double& value : values) value = std::isnan(value) ? 99 : value;
+    return values;
+  };
+  for (const double beta : {1.0, 2.0}) {
+    EXPECT_EQ(gradient([&](const Tensor& x, const Tensor& t) {
+                return smooth_l1_loss(x, t, Reduction::kNone, beta);
+              }),
+              (Values{99, 99, -1, 1, 0}));
+  }
+  EXPECT_EQ(
+      gradient([](const Tensor& x, const Tensor& t) { return huber_loss(x, t, Reduction::kNone); }),
+      (Values{99, 99, -1, 1, 0}));
+  EXPECT_EQ(
+      gradient([](const Tensor& x, const Tensor& t) { return l1_loss(x, t, Reduction::kNone); }),
+      (Values{0, 0, -1, 1, 0}));
+}
+
+TEST(CtcLoss, AnImpossibleTargetHasAGradientOfNaN) {
+  manual_seed(3);
+  const Tensor logs = log_softmax(randn({3, 2, 4}), 2).detach();
+  const Tensor targets = tensor({1, 1, 2, 1, 2, 3}, kI64).view({2, 3});
+  const auto gradient = [&](std::initializer_list<double> steps, bool zero_infinity,
+                            Reduction reduction) {
+    const Tensor x = logs.clone().set_requires_grad();
+    const Tensor loss = ctc_loss(x, targets, tensor(steps, kI64), tensor({3, 1}, kI64), 0,
+                                 reduction, zero_infinity);
+    loss.sum().backward();
+    return x.grad();
+  };
+  const auto nans = [](const Tensor& x) { return isnan(x).sum().item(); };
+  for (const Reduction reduction : {Reduction::kNone, Reduction::kMean, Reduction::kSum}) {
+    const Tensor full_length = gradient({3, 3}, false, reduction);
+    EXPECT_EQ(nans(full_length.select(1, 0)), 12);
+    EXPECT_EQ(nans(full_length.select(1, 1)), 0);
+    const Tensor shorter = gradient({2, 3}, false, reduction).select(1, 0);
+    EXPECT_EQ(nans(shorter), 8);
+    EXPECT_EQ(shorter.select(0, 2).to_vector(), Values(4, 0.0)) << "no step of the sample";
+    EXPECT_EQ(gradient({0, 3}, false, reduction).select(1, 0).to_vector(), Values(12, 0.0));
+    EXPECT_EQ(gradient({3, 3}, true, reduction).select(1, 0).to_vector(), Values(12, 0.0));
+  }
+}
+
+TEST(GridSample, CoordinatesThatAreNoNumbersGiveWhatTorchGives) {
+  const Tensor x = arange(1, 10).to(kF32).view({1, 1, 3, 3});
+  const Tensor grid =
+      tensor({kNaN, 0.2, 0.2, kNaN, kNaN, kNaN, kInfinite, 0.0, -kInfinite, 0.5, 0.2, 0.2})
+          .to(kF32)
+          .view({1, 1, 6, 2});
+  const auto sampled = [&](Interpolation mode, GridPadding padding) {
+    Values values = grid_sample(x, grid, mode, padding, false).to_vector();
+    for (double& value : values) value = std::isnan(value) ? 99 : std::round(value * 1e4) / 1e4;
+    return values;
+  };
+  const Interpolation linear = Interpolation::kLinear, nearest = Interpolation::kNearest;
+  EXPECT_EQ(sampled(linear, GridPadding::kZeros), (Values{99, 99, 99, 99, 99, 6.2}));
+  EXPECT_EQ(sampled(linear, GridPadding::kBorder), (Values{4.9, 2.3, 1, 6, 6.25, 6.2}));
+  EXPECT_EQ(sampled(linear, GridPadding::kReflection), (Values{4.9, 2.3, 1, 4, 6.25, 6.2}));
+  EXPECT_EQ(sampled(nearest, GridPadding::kZeros), (Values{0, 0, 0, 0, 0, 5}));
+  EXPECT_EQ(sampled(nearest, GridPadding::kBorder), (Values{4, 2, 1, 6, 7, 5}));
+  EXPECT_EQ(sampled(nearest, GridPadding::kReflection), (Values{4, 2, 1, 4, 7, 5}));
+  const Tensor volume = arange(1, 9).to(kF32).view({1, 1, 2, 2, 2});
+  const Tensor places = tensor({kNaN, 0.2, 0.0, 0.2, 0.0, kNaN}).to(kF32).view({1, 1, 1, 2, 3});
+  EXPECT_EQ(grid_sample(volume, places, linear).to_vector(), (Values{0, 0}));
+}
+
+TEST(GridSample, TheNearestHasGradientsOfZeroForTheGrid) {
+  const Tensor grid =
+      tensor({0.2, -0.3, kNaN, 0.5}).to(kF32).view({1, 1, 2, 2}).set_requires_grad();
+  const Tensor y = grid_sample(ones({1, 1, 3, 3}), grid, Interpolation::kNearest);
+  ASSERT_TRUE(y.requires_grad());
+  y.sum().backward();
+  EXPECT_EQ(grid.grad().to_vector(), Values(4, 0.0));
+}
 
 }  // namespace
 }  // namespace tessera::test_op_edges
