@@ -332,6 +332,19 @@ void check_clamp(const Tensor& x, const std::optional<Scalar>& min,
                  "; use logical_and or logical_or");
 }
 
+// Limits of integers that their dtype lacks end at its own, and do not wrap as operands do.
+void fit_limits(DType dtype, std::optional<Scalar>& min, std::optional<Scalar>& max) {
+  if (dtype != kU8 && dtype != kI32) return;
+  const int64_t least = dtype == kU8 ? 0 : std::numeric_limits<int32_t>::min();
+  const int64_t most = dtype == kU8 ? 255 : std::numeric_limits<int32_t>::max();
+  TS_CHECK(!min || min->to_int() <= most, kClamp, "min is ", *min, ", beyond what ", dtype,
+           " holds; it would be all elements");
+  TS_CHECK(!max || max->to_int() >= least, kClamp, "max is ", *max, ", beyond what ", dtype,
+           " holds; it would be all elements");
+  if (min) min = std::max(min->to_int(), least);
+  if (max) max = std::min(max->to_int(), most);
+}
+
 // The gradient flows strictly inside of the limits, as in torch since 2.15.
 auto clamp_backward(const std::optional<Scalar>& min, const std::optional<Scalar>& max) {
   return [min, max](Grads dy, const Saved& s) {
@@ -350,6 +363,7 @@ auto clamp_backward(const std::optional<Scalar>& min, const std::optional<Scalar
 
 Tensor clamp(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> max) {
   check_clamp(x, min, max);
+  fit_limits(clamp_dtype(x, min, max), min, max);
   return differentiable(
       kClamp, {x},
       [min, max](Inputs in) {
@@ -364,6 +378,7 @@ Tensor clamp(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> m
 const Tensor& clamp_(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> max) {
   check_clamp(x, min, max);
   check_storable(kClamp, x, clamp_dtype(x, min, max));
+  fit_limits(x.dtype(), min, max);
   differentiable_inplace(
       kClamp, {x},
       [min, max](Inputs in) {

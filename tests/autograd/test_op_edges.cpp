@@ -440,6 +440,38 @@ using Values = std::vector<double>;
 const double kInfinite = std::numeric_limits<double>::infinity();
 const double kNaN = std::numeric_limits<double>::quiet_NaN();
 
+// Values of torch 2.15: numbers and zero-dimensional tensors wrap to the common dtype first.
+TEST(NarrowIntegers, NumbersWrapBeforeTheyAreCalculatedWith) {
+  const Tensor x = tensor({3, 200, 7}).to(kU8);
+  const Tensor minus_four = scalar_tensor(int64_t{-4}, kI64),
+               large = scalar_tensor(int64_t{300}, kI64);
+  EXPECT_EQ(minimum(x, minus_four).to_vector(), (Values{3, 200, 7}));
+  EXPECT_EQ(maximum(x, minus_four).to_vector(), (Values{252, 252, 252}));
+  EXPECT_EQ(maximum(x, large).to_vector(), (Values{44, 200, 44}));
+  EXPECT_EQ(floor_divide(x, -4).to_vector(), (Values{0, 0, 0}));
+  EXPECT_EQ(floor_divide(x, 300).to_vector(), (Values{0, 4, 0}));
+  EXPECT_EQ(floor_divide(minus_four, x).to_vector(), (Values{84, 1, 36}));
+  EXPECT_EQ(remainder(x, -4).to_vector(), (Values{3, 200, 7}));
+  EXPECT_EQ(remainder(x, large).to_vector(), (Values{3, 24, 7}));
+  EXPECT_EQ(remainder(minus_four, x).to_vector(), (Values{0, 52, 0}));
+  EXPECT_EQ(fmod(x, -4).to_vector(), (Values{3, 200, 7}));
+  EXPECT_EQ(fmod(x, 300).to_vector(), (Values{3, 24, 7}));
+  EXPECT_EQ(pow(x, minus_four).to_vector(), (Values{177, 0, 161}));
+  EXPECT_EQ(pow(minus_four, x).to_vector(), (Values{192, 0, 0}));
+  EXPECT_EQ(add(x, -4).to_vector(), (Values{255, 196, 3}));
+  EXPECT_EQ(mul(x, 300).to_vector(), (Values{132, 96, 52}));
+  EXPECT_EQ(bitwise_and(x, minus_four).to_vector(), (Values{0, 200, 4}));
+  EXPECT_EQ(minimum(x.to(kI32), scalar_tensor((int64_t{1} << 32) + 5, kI64)).to_vector(),
+            (Values{3, 5, 5}));
+  // Limits are no operands: they end where the dtype does.
+  EXPECT_EQ(clamp(x, -4, std::nullopt).to_vector(), (Values{3, 200, 7}));
+  EXPECT_EQ(clamp(x, 5, 300).to_vector(), (Values{5, 200, 7}));
+  EXPECT_EQ(clamp(x, -4, 100).to_vector(), (Values{3, 100, 7}));
+  EXPECT_THROW(clamp(x, 300, std::nullopt), ValueError);
+  EXPECT_THROW(clamp(x, std::nullopt, -4), ValueError);
+  EXPECT_THROW(clamp_(x.clone(), 300, 400), ValueError);
+}
+
 TEST(Losses, TripletsOfIntegersAreF32OfTheirOwnDifferences) {
   const Tensor x = tensor({3, 200, 7}).view({1, 3}).to(kU8);
   const Tensor loss = triplet_margin_loss(x, x + 1, x + 3);

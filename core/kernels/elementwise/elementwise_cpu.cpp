@@ -265,14 +265,28 @@ bool is_transposed(const Tensor& x, const Tensor& out) {
          std::find(of_x, of_x + inner, 1) != of_x + inner;
 }
 
+int64_t wrapped(int64_t value, DType dtype) {
+  return dtype == kU8 ? static_cast<uint8_t>(value) : static_cast<int32_t>(value);
+}
+
 // The operands, with a copy in the order of `out` in the place of those that must not be read where
-// they are. `copies` holds what was made.
-void prepare(const Tensor& out, std::span<const Operand> operands, Operand* prepared,
-             Tensor* copies) {
+// they are. Integers wrap to the dtype of the result first, as torch's do: loops count in 64 bits,
+// where -4 beside u8 is no 252. `copies` holds what was made.
+void prepare(const Tensor& out, std::span<const Operand> operands, DType common, bool compares,
+             Operand* prepared, Tensor* copies) {
+  const bool narrow = !compares && (common == kU8 || common == kI32);
   for (size_t i = 0; i < operands.size(); ++i) {
     prepared[i] = operands[i];
-    if (!operands[i].is_tensor()) continue;
+    if (!operands[i].is_tensor()) {
+      if (narrow) prepared[i] = Operand(wrapped(operands[i].scalar().to_int(), common));
+      continue;
+    }
     const Tensor& x = operands[i].tensor();
+    if (narrow && is_integral(x.dtype()) && size_of(x.dtype()) > size_of(common)) {
+      copies[i] = convert(x, common);
+      prepared[i] = Operand(copies[i]);
+      continue;
+    }
     if (is_transposed(x, out)) {
       copies[i] = raw::empty_strided(out.shape(), out.strides(), x.dtype(), x.device());
       copy_into(copies[i], x);
@@ -289,7 +303,7 @@ void run_prepared(const Loops& loops, const void* functor, const Tensor& out,
                   std::span<const Operand> operands, DType common) {
   Tensor copies[kMaxInputs];
   Operand prepared[kMaxInputs] = {0, 0, 0, 0};
-  prepare(out, operands, prepared, copies);
+  prepare(out, operands, common, loops.predicate, prepared, copies);
   run(loops, functor, out, {prepared, operands.size()}, common);
 }
 
