@@ -559,7 +559,9 @@ Tensor interpolate(const Tensor& given, const Shape& size, std::span<const doubl
                      : size[place];
     TS_CHECK_SHAPE(input > 0 && output > 0, kInterpolate, "sizes must be positive: dimension ",
                    2 + d, " goes from ", input, " to ", output);
-    if (linear) {
+    if (linear && input == output) {  // by whatever factor, as torch has it
+      maps.push_back({same_map(input)});
+    } else if (linear) {
       maps.push_back(linear_maps(input, output, factor, align_corners));
     } else {
       maps.push_back({nearest_map(input, output, factor, spatial == 2)});

@@ -1,4 +1,6 @@
 // Rows of ops/elementwise.cpp and ops/activation.cpp.
+#include <cmath>
+
 #include "autograd/op_samples.h"
 
 namespace tessera::tests {
@@ -111,8 +113,7 @@ Result clamped(const Args& in, Attrs& a) {
 Result rounded(const Args& in, Attrs& a) {
   const int64_t decimals = a.integer("decimals", 0);
   if (decimals == 0) return round(in[0]);
-  double factor = 1;
-  for (int64_t i = 0; i < (decimals < 0 ? -decimals : decimals); ++i) factor *= 10;
+  const double factor = std::pow(10.0, std::abs(static_cast<double>(decimals)));
   return decimals > 0 ? div(round(mul(in[0], factor)), factor)
                       : mul(round(div(in[0], factor)), factor);
 }

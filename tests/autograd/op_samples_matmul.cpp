@@ -323,7 +323,7 @@ std::vector<OpRow> convolution_rows() {
          std::vector<double> factors = a.numbers("scale_factor");
          if (factors.size() == 1)
            factors.resize(static_cast<size_t>(spatial < 1 ? 1 : spatial), factors[0]);
-         if (linear && recompute && size.empty()) {  // the factors of the rounded sizes
+         if (recompute && size.empty()) {  // the factors of the rounded sizes
            for (int d = 0; d < spatial; ++d) {
              const double exact =
                  static_cast<double>(in[0].size(2 + d)) * factors[static_cast<size_t>(d)];

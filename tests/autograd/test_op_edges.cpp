@@ -562,5 +562,20 @@ TEST(GridSample, TheNearestHasGradientsOfZeroForTheGrid) {
   EXPECT_EQ(grid.grad().to_vector(), Values(4, 0.0));
 }
 
+// ---- Sizes and windows --------------------------------------------------------------------------
+
+TEST(Interpolate, AFactorThatLeavesTheSizeLeavesTheElements) {
+  const Tensor x = tensor({0, 1, 2, 4, 8}).to(kF32).view({1, 1, 5});
+  for (const double factor : {1.0, 1.19}) {
+    EXPECT_EQ(interpolate(x, {}, std::vector<double>{factor}, Interpolation::kLinear).to_vector(),
+              x.to_vector());
+  }
+  // An axis alone.
+  const Tensor plane = arange(0, 25).to(kF32).view({1, 1, 5, 5});
+  const Tensor y = interpolate(plane, {}, std::vector<double>{1.19, 1.5}, Interpolation::kLinear);
+  EXPECT_EQ(y.shape(), (Shape{1, 1, 5, 7}));
+  EXPECT_EQ(y.select(3, 0).to_vector(), (Values{0, 5, 10, 15, 20}));
+}
+
 }  // namespace
 }  // namespace tessera::test_op_edges

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include <tessera/autograd/differentiable.h>
@@ -150,6 +151,26 @@ TEST(OpTable, AMisspeltKeywordIsRefusedByName) {
   EXPECT_NE(message("cumsum", {x}, "{}").find("'dim' is missing"), std::string::npos);
   EXPECT_EQ(message("sum", {x}, R"({"axis": 0, "keepdims": true, "dtype": null, "out": null})"),
             "accepted");
+}
+
+TEST(OpTable, KeywordsActAsTheyDoInTorch) {
+  using Values = std::vector<double>;
+  const Tensor x = tensor({0, 1, 2, 4, 8}).to(kF32).view({1, 1, 5});
+  const auto call = [](const char* op, const Tensor& x, const char* attrs) {
+    return call_op(*find_op_row(op), {x}, Attrs::parse(attrs)).tensors[0].to_vector();
+  };
+  EXPECT_EQ(call("interpolate", x, R"({"scale_factor": 1.19})"), (Values{0, 0, 1, 2, 4}));
+  EXPECT_EQ(call("interpolate", x, R"({"scale_factor": 1.19, "recompute_scale_factor": true})"),
+            (Values{0, 1, 2, 4, 8}));
+  EXPECT_EQ(call("interpolate", x, R"({"scale_factor": 1.19, "mode": "linear"})"),
+            (Values{0, 1, 2, 4, 8}));
+  const Tensor y = tensor({1234.5678, -0.5, 0.0}, kF64);
+  EXPECT_EQ(call("round", y, R"({"decimals": 2})"), (Values{1234.57, -0.5, 0}));
+  EXPECT_EQ(call("round", y, R"({"decimals": -2})"), (Values{1200, -0.0, 0}));
+  for (const char* far : {R"({"decimals": -1099511627776})", R"({"decimals": 400})"}) {
+    for (const double value : call("round", y, far)) EXPECT_TRUE(std::isnan(value)) << far;
+  }
+  EXPECT_THROW(call("t", x, "{}"), ShapeError);
 }
 
 // ---- Deliberately wrong variants are caught ---------------------------------------------------
