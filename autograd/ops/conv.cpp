@@ -324,6 +324,7 @@ ValuesIndices max_pool2d_with_indices(const Tensor& x, const Shape& kernel_size,
   check_defined(kMaxPool2d, "x", x);
   const PoolGeometry g =
       pool_geometry(kMaxPool2d, x, kernel_size, stride, padding, dilation, ceil_mode);
+  const bool dilated = g.conv.dilation[0] > 1 || g.conv.dilation[1] > 1;
   const TensorList result = differentiable(
       kMaxPool2d, {x},
       [&g](Inputs in) {
@@ -331,7 +332,7 @@ ValuesIndices max_pool2d_with_indices(const Tensor& x, const Shape& kernel_size,
             kernels::max_pool(in[0], g.kernel, g.conv, g.output[0], g.output[1]);
         return TensorList{values, indices};
       },
-      [](Grads dy, const Saved& s) {
+      [dilated](Grads dy, const Saved& s) {
         const Shape& shape = s.input_shape(0);
         const int64_t plane = shape[shape.size() - 2] * shape.back();
         const Tensor indices = s.output(1);
@@ -339,9 +340,14 @@ ValuesIndices max_pool2d_with_indices(const Tensor& x, const Shape& kernel_size,
         const int64_t planes = window_count == 0 ? 0 : indices.numel() / window_count;
         const Tensor zero =
             zeros({planes, plane}, {.dtype = dy[0].dtype(), .device = dy[0].device()});
-        const Tensor grad = scatter_add(zero, 1, reshape(indices, {planes, window_count}),
-                                        reshape(dy[0], {planes, window_count}));
-        return reshape(grad, shape);
+        Tensor places = reshape(indices, {planes, window_count});
+        Tensor parts = reshape(dy[0], {planes, window_count});
+        if (dilated) {  // windows of padding alone have no place
+          const Tensor nowhere = eq(places, plane);
+          places = masked_fill(places, nowhere, 0);
+          parts = masked_fill(parts, nowhere, 0);
+        }
+        return reshape(scatter_add(zero, 1, places, parts), shape);
       });
   return {result[0], result[1]};
 }

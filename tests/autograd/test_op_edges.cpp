@@ -577,5 +577,16 @@ TEST(Interpolate, AFactorThatLeavesTheSizeLeavesTheElements) {
   EXPECT_EQ(y.select(3, 0).to_vector(), (Values{0, 5, 10, 15, 20}));
 }
 
+TEST(MaxPool, AWindowOfPaddingAloneIsNowhere) {
+  for (const auto& [size, dilation] : {std::pair(1, 2), std::pair(3, 4)}) {
+    const Tensor x = ones({1, 1, size, size}).set_requires_grad();
+    const auto [values, indices] = max_pool2d_with_indices(x, {2}, {3}, {1}, {dilation});
+    EXPECT_EQ(values.to_vector(), (Values{-kInfinite}));
+    EXPECT_EQ(indices.to_vector(), (Values{static_cast<double>(size * size)}));
+    values.sum().backward();
+    EXPECT_EQ(x.grad().to_vector(), Values(static_cast<size_t>(size * size), 0.0));
+  }
+}
+
 }  // namespace
 }  // namespace tessera::test_op_edges

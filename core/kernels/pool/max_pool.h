@@ -11,7 +11,8 @@ struct f16;
 
 namespace tessera::kernels {
 
-// A plane (H, W) under windows of KH x KW at OH x OW positions, each of which meets the plane.
+// A plane (H, W) under windows of KH x KW at OH x OW positions. Where dilation leads a window past
+// the plane its value is -inf and its index H * W, which is none.
 struct PoolWindows {
   int64_t H, W, KH, KW, OH, OW;
   ConvGeometry geometry;

@@ -87,6 +87,16 @@ void max_pool_any(const PoolWindows& n, const T* x, T* values, int64_t* indices)
           values[i * n.OW + j0 + j] = store<T>(largest[at + j]);
           indices[i * n.OW + j0 + j] = origin + (j0 + j) * n.geometry.stride[1] + places[at + j];
         }
+        if (n.geometry.dilation[0] == 1 && n.geometry.dilation[1] == 1) continue;
+        const auto is_past = [](int64_t start, int64_t dilation, int64_t size) {
+          return start + first_inside(start, dilation) >= size;
+        };
+        const bool row_is_past = is_past(h_of(i), n.geometry.dilation[0], n.H);
+        for (int64_t j = 0; j < width; ++j) {
+          if (row_is_past || is_past(w_of(j0 + j), n.geometry.dilation[1], n.W)) {
+            indices[i * n.OW + j0 + j] = n.H * n.W;
+          }
+        }
       }
     }
   }

@@ -212,7 +212,8 @@ __global__ void max_pool_kernel(const T* x, T* values, int64_t* indices, const M
     }
   }
   values[index] = store<T>(maximum);
-  indices[index] = best;
+  // Of a window that dilation takes past the plane: none.
+  indices[index] = h_first < h_end && w_first < w_end ? best : p.H * p.W;
 }
 
 MaxPool max_pool_cuda(const Tensor& x, const int64_t (&kernel)[2], const ConvGeometry& geometry,
