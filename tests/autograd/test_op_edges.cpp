@@ -588,5 +588,14 @@ TEST(MaxPool, AWindowOfPaddingAloneIsNowhere) {
   }
 }
 
+TEST(Extrema, AZeroIsPositiveWhicheverCameFirst) {
+  for (const double first : {0.0, -0.0}) {
+    const Tensor x = tensor({first, -first}).to(kF32);
+    for (const Tensor& y : {max(x), min(x), amax(x), amin(x)}) {
+      EXPECT_FALSE(std::signbit(y.item<float>()));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::test_op_edges

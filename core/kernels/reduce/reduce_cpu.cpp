@@ -464,12 +464,14 @@ Moments moments(const Tensor& x, const Shape& dims, bool keepdim, double correct
 
 Tensor amax(const Tensor& x, const Shape& dims, bool keepdim) {
   check_extremum("amax", x, dims);
-  return reduce("amax", Fold::kMax, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, {});
+  return reduce("amax", Fold::kMax, 0, x, dims, keepdim, x.dtype(), x.dtype(), {},
+                {Finish::kZeroIsPositive});
 }
 
 Tensor amin(const Tensor& x, const Shape& dims, bool keepdim) {
   check_extremum("amin", x, dims);
-  return reduce("amin", Fold::kMin, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, {});
+  return reduce("amin", Fold::kMin, 0, x, dims, keepdim, x.dtype(), x.dtype(), {},
+                {Finish::kZeroIsPositive});
 }
 
 Tensor any(const Tensor& x, const Shape& dims, bool keepdim) {

@@ -12,7 +12,16 @@ namespace tessera::kernels {
 
 // What is done with the result of a fold.
 struct Finish {
-  enum Kind : uint8_t { kAsIs, kDivide, kDivideRoot, kRoot, kAll, kFiniteOrZero, kLogPlusShift };
+  enum Kind : uint8_t {
+    kAsIs,
+    kDivide,
+    kDivideRoot,
+    kRoot,
+    kAll,
+    kFiniteOrZero,
+    kLogPlusShift,
+    kZeroIsPositive,  // of extrema: which of -0 and 0 came first is not to be seen
+  };
   Kind kind = kAsIs;
   double number = 0;  // divisor, exponent or count
 };
@@ -33,6 +42,8 @@ TS_HD W finished(const Finish& finish, W value, double shift) {
       return ::fabs(v) == static_cast<double>(INFINITY) ? W(0) : value;
     case Finish::kLogPlusShift:
       return static_cast<W>(::log(v) + shift);
+    case Finish::kZeroIsPositive:
+      return value + W(0);
     default:
       return value;
   }
