@@ -319,6 +319,71 @@ TEST(CudaMatmul, CutsMoreRowsAndMatricesThanTheOtherDimensionsOfAGridHave) {
 double bound_of_normals(DType dtype) { return dtype == kF64 && !gpu::on_emulation() ? 0x1p-49 : 0; }
 
 // Vectors, what is left of one, and tensors that begin anywhere; nothing beside them is touched.
+// Two's complement in every kernel that adds or multiplies; sanitizers end the emulation otherwise.
+TEST(CudaIntegers, WrapPast64BitsAsOnTheCpu) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  const Tensor x =
+      tensor(std::vector<int64_t>{kMost, 3, kLeast, -5, kMost, 7, 11, kMost, kMost, kLeast, 2, -1},
+             {3, 4});
+  const Tensor index = tensor({0, 1, 0, 1}, kI64), rows = tensor({1, 1, 1}, kI64);
+  using Call = std::function<Tensor(const Tensor&, const Device&)>;
+  const std::vector<std::pair<std::string, Call>> calls = {
+      {"sum", [](const Tensor& x, const Device&) { return sum(x); }},
+      {"sum of rows", [](const Tensor& x, const Device&) { return sum(x, {1}); }},
+      {"sum of columns", [](const Tensor& x, const Device&) { return sum(x, {0}); }},
+      {"prod", [](const Tensor& x, const Device&) { return prod(x, 1); }},
+      {"prod of columns", [](const Tensor& x, const Device&) { return prod(x, 0); }},
+      {"cumsum", [](const Tensor& x, const Device&) { return cumsum(x, 1); }},
+      {"cumsum of columns", [](const Tensor& x, const Device&) { return cumsum(x, 0); }},
+      {"cumprod", [](const Tensor& x, const Device&) { return cumprod(x, 1); }},
+      {"matmul", [](const Tensor& x, const Device&) { return matmul(x, x.t()); }},
+      {"dot", [](const Tensor& x, const Device&) { return dot(x.select(0, 0), x.select(0, 1)); }},
+      {"index_add",
+       [&](const Tensor& x, const Device& to) { return index_add(x, 0, rows.to(to), x); }},
+      {"scatter_add",
+       [&](const Tensor& x, const Device& to) {
+         return scatter_add(x, 1, index.to(to).expand({3, 4}), x);
+       }},
+      {"triu", [](const Tensor& x, const Device&) { return triu(x, kLeast); }},
+      {"triu", [](const Tensor& x, const Device&) { return triu(x, kMost); }},
+      {"tril", [](const Tensor& x, const Device&) { return tril(x, kLeast); }},
+      {"tril", [](const Tensor& x, const Device&) { return tril(x, kMost); }},
+  };
+  for (const auto& [name, call] : calls) {
+    EXPECT_EQ(call(x.to(kGpu), kGpu).to_vector<int64_t>(), call(x, kCpu).to_vector<int64_t>())
+        << name;
+  }
+  EXPECT_EQ(tril(x, kMost).to_vector<int64_t>(), x.to_vector<int64_t>());
+  EXPECT_EQ(triu(x, kLeast).to_vector<int64_t>(), x.to_vector<int64_t>());
+}
+
+TEST(CudaFill, WritesElementsThatLieOnOneAnotherOnce) {
+  const Tensor x = zeros({3, 1}, {.device = kGpu});
+  x.expand({3, 300}).fill_(2);
+  EXPECT_EQ(x.to_vector(), (std::vector<double>{2, 2, 2}));
+  x.expand({3, 300}).zero_();
+  EXPECT_EQ(x.to_vector(), (std::vector<double>{0, 0, 0}));
+}
+
+TEST(CudaPool, AWindowOfPaddingAloneIsNowhere) {
+  for (const int64_t size : {1, 3}) {
+    const Tensor x = ones({1, 1, size, size}, {.device = kGpu}).set_requires_grad();
+    const auto [values, indices] = max_pool2d_with_indices(x, {2}, {3}, {1}, {size + 1});
+    EXPECT_EQ(values.to_vector(), (std::vector<double>{-INFINITY}));
+    EXPECT_EQ(indices.item<int64_t>(), size * size);
+    values.sum().backward();
+    EXPECT_EQ(x.grad().abs().sum().item(), 0);
+  }
+}
+
+TEST(CudaReduce, AZeroOfAnExtremumIsPositive) {
+  for (const double first : {0.0, -0.0}) {
+    const Tensor x = tensor({first, -first}).to(kF32).to(kGpu);
+    for (const Tensor& y : {max(x), min(x)}) EXPECT_FALSE(std::signbit(y.item<float>()));
+  }
+}
+
 TEST(CudaRandom, FillsTensorsOfAnyLengthAndAlignment) {
   const RandomStream stream{11, 4};
   for (const DType dtype : {kF64, kF32, kF16, kBF16, kI64, kI32, kU8, kBool}) {

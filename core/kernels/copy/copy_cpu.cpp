@@ -252,9 +252,13 @@ void fill(const Tensor& x, const Scalar& value) {
   TS_CHECK(can_hold(x.dtype(), value), "fill_", "no element of ", x.dtype(), " can be ", value,
            "; convert the tensor with to(dtype) first");
   if (x.is_meta() || x.numel() == 0) return;
+  // Elements that lie on one another are one, which no two threads write.
+  Shape shape = x.shape();
+  for (int d = 0; d < x.dim(); ++d) {
+    if (x.stride(d) == 0) shape[d] = 1;
+  }
   const Shape strides[2] = {x.strides(), Shape::filled(x.dim(), 0)};
-  // Elements that lie on one another get the same value: no harm.
-  const Walk walk(x.shape(), strides);
+  const Walk walk(shape, strides);
   fill_elements(walk, x, element_bits(value, x.dtype()));
 }
 

@@ -50,7 +50,8 @@ __global__ void matmul_kernel(const Product p, const T* a, const T* b, const T* 
     for (int k = 0; k < kTile; ++k) {
       const A right = b_tile[k * (kTile + 1) + x];
       for (int i = 0; i < kTile / kRows; ++i) {
-        sums[i] += a_tile[(y0 + i * kRows) * (kTile + 1) + k] * right;
+        const A left = a_tile[(y0 + i * kRows) * (kTile + 1) + k];
+        sums[i] = fn::Add{}(sums[i], fn::Mul{}(left, right));
       }
     }
     __syncthreads();
@@ -61,10 +62,12 @@ __global__ void matmul_kernel(const Product p, const T* a, const T* b, const T* 
     if (row >= p.M) continue;
     R& target = c[row * p.c_row + column];
     A value = sums[i];
-    if (p.alpha != 1) value = static_cast<A>(p.alpha) * value;
-    if (p.beta != 0)
-      value = value + static_cast<A>(p.beta) * static_cast<A>(load<Compute<R>>(target));
-    if (bias != nullptr) value = value + load<A>(bias[column]);
+    if (p.alpha != 1) value = fn::Mul{}(static_cast<A>(p.alpha), value);
+    if (p.beta != 0) {
+      const A before = static_cast<A>(load<Compute<R>>(target));
+      value = fn::Add{}(value, fn::Mul{}(static_cast<A>(p.beta), before));
+    }
+    if (bias != nullptr) value = fn::Add{}(value, load<A>(bias[column]));
     target = store<R>(static_cast<Compute<R>>(value));
   }
 }

@@ -7,6 +7,7 @@
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
@@ -132,7 +133,7 @@ __global__ void write_rows_kernel(T* x, const int32_t* places, const int32_t* or
     T& target = x[(b * M + place) * A + a];
     Compute<T> sum = load<Compute<T>>(target);
     for (int64_t n = first; n < N && places[n] == place; ++n) {
-      sum = static_cast<Compute<T>>(sum + load<Compute<T>>(source[(b * N + order[n]) * A + a]));
+      sum = fn::Add{}(sum, load<Compute<T>>(source[(b * N + order[n]) * A + a]));
     }
     target = store<T>(sum);
   } else {
@@ -224,8 +225,7 @@ __global__ void scatter_lines_kernel(T* x, const int64_t* index, const T* source
     T& target = x[at[0] + index[at[1] + i * index_stride] * x_stride];
     const T value = source[at[2] + i * source_stride];
     if constexpr (kAdds) {
-      target =
-          store<T>(static_cast<Compute<T>>(load<Compute<T>>(target) + load<Compute<T>>(value)));
+      target = store<T>(fn::Add{}(load<Compute<T>>(target), load<Compute<T>>(value)));
     } else {
       target = value;
     }
@@ -255,7 +255,7 @@ __global__ void scatter_sorted_kernel(T* x, const int32_t* places, const int32_t
     Compute<T> sum = load<Compute<T>>(x[place]);
     for (int64_t k = i; k < walk.numel && places[k] == place; ++k) {
       walk.offsets(order[k], at);
-      sum = static_cast<Compute<T>>(sum + load<Compute<T>>(source[at[0]]));
+      sum = fn::Add{}(sum, load<Compute<T>>(source[at[0]]));
     }
     x[place] = store<T>(sum);
   } else {

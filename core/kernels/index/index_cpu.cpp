@@ -175,6 +175,11 @@ Tensor checked_index_as(const Tensor& index, int64_t size, bool negative, std::s
   return result;
 }
 
+// Those beyond the matrix's corners cut as much, and nothing overflows.
+int64_t inside(const Tensor& x, int64_t diagonal) {
+  return x.dim() < 2 ? 0 : std::clamp(diagonal, -x.size(-2), x.size(-1));
+}
+
 Tensor triangle(const Tensor& x, int64_t diagonal, bool lower, const char* where) {
   TS_CHECK_SHAPE(x.dim() >= 2, where, "needs at least two dimensions; got ", x);
   Tensor result = raw::empty(x.shape(), x.dtype(), x.device());
@@ -397,15 +402,15 @@ Tensor nonzero(const Tensor& x) {
 
 Tensor tril(const Tensor& x, int64_t diagonal) {
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::tril>("tril", x.device(), x, diagonal);
+    return on_cuda<kernels::tril>("tril", x.device(), x, inside(x, diagonal));
   }
-  return triangle(x, diagonal, true, "tril");
+  return triangle(x, inside(x, diagonal), true, "tril");
 }
 Tensor triu(const Tensor& x, int64_t diagonal) {
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::triu>("triu", x.device(), x, diagonal);
+    return on_cuda<kernels::triu>("triu", x.device(), x, inside(x, diagonal));
   }
-  return triangle(x, diagonal, false, "triu");
+  return triangle(x, inside(x, diagonal), false, "triu");
 }
 
 Tensor one_hot(const Tensor& x, int64_t num_classes) {

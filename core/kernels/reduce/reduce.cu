@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise_loops.h>
@@ -20,13 +21,14 @@ constexpr int kBlock = 256;
 constexpr int kTileLanes = 8, kTileLines = 32;  // of a block that folds columns
 constexpr int kTileWidth = 8;                   // neighbouring columns of a thread, at most
 
+// Integers wrap, as on the CPU: functors have that.
 template <class W, class C>
 TS_DEVICE W accumulate(Fold fold, double p, W a, C v, double shift) {
   switch (fold) {
     case Fold::kSum:
-      return a + static_cast<W>(v);
+      return fn::Add{}(a, static_cast<W>(v));
     case Fold::kProd:
-      return a * static_cast<W>(v);
+      return fn::Mul{}(a, static_cast<W>(v));
     case Fold::kMax:
       return a != a || a > static_cast<W>(v) ? a : static_cast<W>(v);
     case Fold::kMin:
@@ -67,7 +69,7 @@ struct Join {
   TS_DEVICE W operator()(W a, W b) const {
     switch (fold) {
       case Fold::kProd:
-        return a * b;
+        return fn::Mul{}(a, b);
       case Fold::kMax:
       case Fold::kMaxAbs:
         return a != a || a > b ? a : b;
@@ -75,7 +77,7 @@ struct Join {
       case Fold::kMinAbs:
         return a != a || a < b ? a : b;
       default:
-        return a + b;
+        return fn::Add{}(a, b);
     }
   }
 };
@@ -103,7 +105,7 @@ TS_DEVICE void write_result(const FoldTask& task, int64_t output, W value) {
 template <bool kIsSum, class W, class C>
 TS_DEVICE W accumulate_in(const FoldTask& task, W a, C v, double shift) {
   if constexpr (kIsSum) {
-    return a + static_cast<W>(v);
+    return fn::Add{}(a, static_cast<W>(v));
   } else {
     return accumulate(task.fold, task.p, a, v, shift);
   }

@@ -1,5 +1,6 @@
 // Running sums and products: x seen as (outer, n, inner) around one dimension.
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise_loops.h>
@@ -28,7 +29,7 @@ struct ScanTask {
 template <class W>
 struct Running {
   bool product;
-  TS_DEVICE W operator()(W a, W b) const { return product ? a * b : a + b; }
+  TS_DEVICE W operator()(W a, W b) const { return product ? fn::Mul{}(a, b) : fn::Add{}(a, b); }
 };
 
 // Columns, inner > 1: a thread a line, whose neighbours are neighbours in memory.
