@@ -13,6 +13,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/gemm_options.h>
 #include <tessera/core/kernels/attention/attention.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/random.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/data/dataloader.h>
@@ -440,11 +441,11 @@ std::string Accelerator::distributed_type() const {
 std::string Accelerator::describe() const {
   State& state = *state_;
   state.forget_dead();
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   out << "rank " << process_index() << " of " << num_processes() << ", local "
       << local_process_index() << " of " << num_local_processes() << ", batches among "
       << state.data_ranks << "\nsettings\n";
-  std::istringstream settings(accelerate::describe(state.settings, true));
+  PlainText<std::istringstream> settings(accelerate::describe(state.settings, true));
   for (std::string line; std::getline(settings, line);) out << "  " << line << '\n';
   if (state.settings.deepspeed) {
     const accelerate::DeepSpeedConfig& config = *state.settings.deepspeed;
@@ -461,7 +462,7 @@ std::string Accelerator::describe() const {
                precision::policy_of(*record->model).value_or(precision::Policy::f32()))
         << '\n';
     if (record->policy.fp8()) {
-      std::istringstream layers(record->policy.fp8()->report().table());
+      PlainText<std::istringstream> layers(record->policy.fp8()->report().table());
       for (std::string line; std::getline(layers, line);) out << "  " << line << '\n';
     }
     if (record->parallel) out << "  " << record->parallel->describe();

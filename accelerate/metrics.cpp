@@ -8,6 +8,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/transport/collectives.h>
 
@@ -21,7 +22,7 @@ constexpr std::string_view kGatherForMetrics = "gather_for_metrics";
 
 // What does not have a row for each of the batch's; empty where all do.
 std::string misfits(const MetricLeaves& leaves, int64_t rows) {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   for (const Tensor* leaf : leaves.tensors) {
     if (leaf->dim() > 0 && leaf->size(0) != rows) {
       out << (out.view().empty() ? "" : ", ") << leaf->describe();
@@ -88,7 +89,7 @@ void gather_for_metrics(MetricLeaves& leaves, const data::LoaderBase* loader, Gr
       fits &= all.data_as<int64_t>()[2 * rank + 1] == 0;
     }
     if (!fits) {
-      std::ostringstream table;
+      PlainText<std::ostringstream> table;
       const auto texts = texts_of_all(problem, group, tagged);
       for (size_t rank = 0; rank < size; ++rank) {
         if (!texts[rank].empty()) table << "\n  rank " << rank << ": " << texts[rank];

@@ -10,6 +10,7 @@
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
@@ -77,7 +78,7 @@ std::shared_ptr<OpNode> make_node(const Op& op, std::span<const Tensor> inputs,
     node->place = listener->place();
   }
   if (anomaly_enabled()) {
-    std::ostringstream site;
+    PlainText<std::ostringstream> site;
     site << call_site() << (call_site().empty() ? "" : ": ") << op.name << '(';
     for (size_t i = 0; i < inputs.size(); ++i) site << (i ? ", " : "") << inputs[i].describe();
     site << ')';

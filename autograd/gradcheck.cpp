@@ -5,6 +5,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/random.h>
 
 namespace tessera {
@@ -93,7 +94,7 @@ GradcheckResult gradcheck(const std::function<TensorList(const TensorList&)>& fu
           if (std::isnan(ratio)) ratio = INFINITY;
           if (ratio <= result.worst) continue;
           result.worst = ratio;
-          std::ostringstream text;
+          PlainText<std::ostringstream> text;
           text << "d output " << o << "[" << row << "] / d input " << i << "[" << column
                << "]: backward gives " << exact << ", differences give " << numeric;
           result.message = text.str();

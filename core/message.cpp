@@ -3,6 +3,8 @@
 #include <charconv>
 #include <sstream>
 
+#include <tessera/core/plain_text.h>
+
 namespace tessera::detail {
 namespace {
 
@@ -43,7 +45,7 @@ void MessagePart::write_unsigned(std::string& out, const MessagePart& part) {
 
 void MessagePart::write_streamed(std::string& out, const void* value,
                                  void (*stream)(std::ostream& out, const void* value)) {
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   stream(text, value);
   out += text.view();
 }

@@ -1,10 +1,10 @@
 #include <tessera/nn/summary.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <unordered_map>
 #include <unordered_set>
 
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::nn {
@@ -25,7 +25,7 @@ std::string with_unit(double number, double base, const char* const units[]) {
     ++unit;
   }
   char text[32];
-  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", number, units[unit]);
+  plain_snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", number, units[unit]);
   return text;
 }
 std::string bytes_text(int64_t bytes) {

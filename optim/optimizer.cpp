@@ -15,6 +15,7 @@
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
@@ -157,7 +158,7 @@ void Optimizer::check_options(size_t group, const char* contradiction) {
         }
       }
     }
-    std::ostringstream all;
+    PlainText<std::ostringstream> all;
 
    private:
     std::string_view type_name_;

@@ -12,6 +12,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/scale_history.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/tensor/unreadable_storage.h>
 #include <tessera/nn/linear.h>
@@ -471,7 +472,7 @@ int64_t Fp8Report::fallbacks() const {
 }
 
 std::string Fp8Report::table() const {
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text << describe(recipe) << ": " << fp8_calls() << " calls in fp8, " << fallbacks()
        << " that fell back\n";
   for (const Fp8LayerReport& layer : layers) {

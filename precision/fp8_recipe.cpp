@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::precision {
 namespace {
@@ -104,7 +105,7 @@ void check(const Fp8Recipe& recipe) {
 }
 
 std::string describe(const Fp8Recipe& recipe) {
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text << "fp8 " << name_of(recipe.scaling) << " ("
        << (recipe.format_or_default() == Fp8Format::kHybrid ? "hybrid" : "e4m3");
   if (recipe.scaling == Fp8Scaling::kDelayed) {
@@ -126,7 +127,7 @@ std::string reason_not_to_pay(Fp8Scaling scaling, int64_t in_features, int64_t o
                          ? K <= 4096 && N <= 1024
                          : N <= 2048 || K <= 1024 || (N <= 4096 && K <= 2048);
   if (!small) return {};
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text << "a product of in " << K << " and out " << N << " does not win back its casts";
   return text.str();
 }

@@ -10,6 +10,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
@@ -207,7 +208,7 @@ std::string GradScaler::finish_step(Record& record) {
   record.stepped = true;
   if (!record.found) return {};
   ++skipped_steps_;
-  std::ostringstream reason;
+  PlainText<std::ostringstream> reason;
   reason << "a gradient is not finite at a loss scale of " << scale_;
   return reason.str();
 }

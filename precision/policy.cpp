@@ -5,6 +5,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/gpu/backend.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::precision {
 namespace {
@@ -87,7 +88,7 @@ void check(const Policy& policy, const Device& device) {
 }
 
 std::string describe(const Policy& policy) {
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text << "parameters " << policy.parameter << ", compute " << policy.compute;
   if (policy.compute != policy.parameter) {
     text << (policy.casting == Casting::kAutocast ? " (autocast)" : " (cast at the boundary)");

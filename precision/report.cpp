@@ -6,6 +6,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/precision/autocast.h>
 
 namespace tessera::precision {
@@ -113,7 +114,7 @@ PrecisionReport PrecisionWatch::report(const StateDict& optimizer) const {
 }
 
 std::string Deviation::describe() const {
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text << (layer.empty() ? "(model)" : layer) << ": " << op << " ran in " << found
        << ", the policy says " << expected << " (" << calls << (calls == 1 ? " call)" : " calls)");
   return text.str();

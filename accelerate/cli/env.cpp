@@ -15,6 +15,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/isa.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::cli {
 namespace {
@@ -25,7 +26,7 @@ void line(const std::string& name, const std::string& value) {
 
 // The value of the first line of /proc/cpuinfo or /proc/meminfo that begins with `name`.
 std::string proc_value(const char* file, const std::string& name) {
-  std::ifstream in(file);
+  PlainText<std::ifstream> in(file);
   for (std::string text; std::getline(in, text);) {
     if (text.rfind(name, 0) != 0) continue;
     const size_t at = text.find_first_not_of(": \t", name.size());
@@ -36,7 +37,7 @@ std::string proc_value(const char* file, const std::string& name) {
 
 std::string gib(const std::string& kilobytes) {
   char text[40];
-  std::snprintf(text, sizeof text, "%.1f GiB", std::atof(kilobytes.c_str()) / (1 << 20));
+  plain_snprintf(text, sizeof text, "%.1f GiB", std::atof(kilobytes.c_str()) / (1 << 20));
   return text;
 }
 

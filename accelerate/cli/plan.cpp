@@ -2,6 +2,7 @@
 // (accelerate/plan).
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
@@ -14,6 +15,7 @@
 #include <tessera/accelerate/plan/planned_model.h>
 #include <tessera/accelerate/plan/training_plan.h>
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::cli {
 namespace {
@@ -74,11 +76,12 @@ int64_t bytes_of(const std::string& text) {
   };
   constexpr Unit kUnits[] = {{"", 1},         {"B", 1},    {"GiB", 0x1p30}, {"GB", 1e9},
                              {"MiB", 0x1p20}, {"MB", 1e6}, {"TiB", 0x1p40}, {"TB", 1e12}};
-  char* end = nullptr;
-  const double number = std::strtod(text.c_str(), &end);
+  double number = 0;
+  const char* const last = text.data() + text.size();
+  const auto [end, problem] = std::from_chars(text.data(), last, number);
   for (const Unit& unit : kUnits) {
-    if (end != text.c_str() && std::string(end) == unit.name && number * unit.bytes >= 1 &&
-        number * unit.bytes < 1e18) {
+    if (problem == std::errc() && std::string_view(end, last) == unit.name &&
+        number * unit.bytes >= 1 && number * unit.bytes < 1e18) {
       return static_cast<int64_t>(number * unit.bytes);
     }
   }
@@ -193,7 +196,7 @@ int run_plan(const PlanRequest& request) {
     std::printf("%s\n", plan.to_json().c_str());
     return 0;
   }
-  std::ofstream out(request.json);
+  PlainText<std::ofstream> out(request.json);
   out << plan.to_json() << "\n";
   out.close();
   TS_CHECK_AS(IoError, out.good(), kPlanCommand, "cannot write '", request.json, "'");

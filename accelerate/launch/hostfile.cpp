@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::launch {
 namespace {
@@ -32,11 +33,11 @@ bool is_host_name(std::string_view name) {
 std::vector<Host> parse_hosts(std::string_view text, std::string_view name) {
   std::vector<Host> hosts;
   std::set<std::string> seen;
-  std::istringstream lines{std::string(text)};
+  PlainText<std::istringstream> lines{std::string(text)};
   std::string line;
   for (int number = 1; std::getline(lines, line); ++number) {
     const std::string where = std::string(name) + ":" + std::to_string(number);
-    std::istringstream words(line.substr(0, line.find('#')));
+    PlainText<std::istringstream> words(line.substr(0, line.find('#')));
     std::string word;
     if (!(words >> word)) continue;
     Host host;
@@ -66,9 +67,9 @@ std::vector<Host> parse_hosts(std::string_view text, std::string_view name) {
 }
 
 std::vector<Host> read_host_file(const std::string& path) {
-  std::ifstream file(path);
+  PlainText<std::ifstream> file(path);
   TS_CHECK_AS(IoError, file.is_open(), "host file", "cannot read ", path, "; check the path");
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text << file.rdbuf();
   TS_CHECK_AS(IoError, !file.bad(), "host file", "cannot read ", path);
   return parse_hosts(text.str(), path);

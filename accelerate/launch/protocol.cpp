@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/distributed/rendezvous/json_number.h>
 
 namespace tessera::launch {
@@ -52,7 +53,7 @@ std::string dump(const Json& json) {
 
 // 0 for a file that cannot be read.
 uint64_t hash_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
+  PlainText<std::ifstream> file(path, std::ios::binary);
   std::vector<char> buffer(1u << 20);
   uint64_t hash = 14695981039346656037u;  // FNV-1a, eight bytes at a time
   uint64_t size = 0;

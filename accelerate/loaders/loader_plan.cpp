@@ -10,6 +10,7 @@
 #include <tessera/accelerate/loaders/scatter_relay.h>
 #include <tessera/accelerate/process/operations.h>
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/data/distributed_source.h>
 #include <tessera/distributed/transport/collectives.h>
 
@@ -68,7 +69,7 @@ std::string fingerprint(const data::IndexedLoader& loader) {
       hash = (hash ^ static_cast<uint64_t>(index)) * 0x100000001b3ull;
     }
   }
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   out << "loader of " << loader.dataset_size() << " examples, " << loader.size()
       << " batches, total batch size " << loader.total_batch_size() << ", drop_last "
       << loader.options().drop_last << ", seed " << loader.seed() << ", cursor "
@@ -84,7 +85,7 @@ uint64_t common_seed(const data::LoaderBase& loader, distributed::Group& ranks) 
 }
 
 std::string fingerprint(const data::StreamLoaderBase& loader) {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   out << "loader of a stream, batch size " << loader.options().batch_size << ", drop_last "
       << loader.options().drop_last << ", cursor " << loader.cursor().epoch << ':'
       << loader.cursor().position;
@@ -304,7 +305,7 @@ std::string LoaderPlan::describe(const data::LoaderBase& loader) const {
   const LoaderMode how = mode(loader);
   const State::Record& record = *state_->find(loader);
   const int64_t total = loader.total_batch_size();
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   switch (how) {
     case LoaderMode::kWhole:
       out << "whole, ";

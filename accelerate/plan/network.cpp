@@ -9,6 +9,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/io/bounded_json.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -71,7 +72,7 @@ Network Network::parse(const std::string& text, const std::string& path) {
 }
 
 Network Network::read(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
+  PlainText<std::ifstream> file(path, std::ios::binary);
   TS_CHECK_AS(IoError, file.is_open(), kNetwork, "cannot read ", path);
   return parse({std::istreambuf_iterator<char>(file), {}}, path);
 }

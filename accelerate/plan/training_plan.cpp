@@ -14,6 +14,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/memory/meta_memory.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/empty.h>
 #include <tessera/distributed/data_parallel/data_parallel_model.h>
 #include <tessera/distributed/mesh/dtensor.h>
@@ -182,8 +183,8 @@ std::string with_commas(int64_t number) {
 
 std::string of_seconds(double seconds) {
   char text[40];
-  std::snprintf(text, sizeof text, seconds < 1 ? "%.2f ms" : "%.3f s",
-                seconds < 1 ? seconds * 1e3 : seconds);
+  plain_snprintf(text, sizeof text, seconds < 1 ? "%.2f ms" : "%.3f s",
+                 seconds < 1 ? seconds * 1e3 : seconds);
   return text;
 }
 
@@ -213,7 +214,7 @@ std::string text_of_bytes(double bytes) {
   size_t unit = 0;
   while (bytes >= 1024 && unit + 1 < std::size(kUnits)) bytes /= 1024, ++unit;
   char text[40];
-  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", bytes, kUnits[unit]);
+  plain_snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", bytes, kUnits[unit]);
   return text;
 }
 
@@ -366,11 +367,11 @@ double TrainingPlan::mean_persistent() const {
 }
 
 std::string TrainingPlan::describe(int64_t memory) const {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   char line[200];
   const RankPlan& most = largest();
   const auto row = [&](const char* name, const std::string& value, const std::string& note = {}) {
-    std::snprintf(line, sizeof line, "  %-16s %12s  %s", name, value.c_str(), note.c_str());
+    plain_snprintf(line, sizeof line, "  %-16s %12s  %s", name, value.c_str(), note.c_str());
     std::string text(line);
     text.resize(text.find_last_not_of(' ') + 1);
     out << text << "\n";
@@ -394,33 +395,33 @@ std::string TrainingPlan::describe(int64_t memory) const {
           of_bytes(most.peaks[C::kActivation]));
   if (memory > 0) {
     const double share = static_cast<double>(most.peak) / static_cast<double>(memory);
-    std::snprintf(line, sizeof line, "%.0f%% of %s", 100 * share, of_bytes(memory).c_str());
+    plain_snprintf(line, sizeof line, "%.0f%% of %s", 100 * share, of_bytes(memory).c_str());
     row(share <= 1 ? "fits:" : "DOES NOT FIT:", line);
   }
   out << "\na step of a rank sends\n";
-  std::snprintf(line, sizeof line, "  %-9s %-15s %-11s %-13s %7s %12s %12s%s\n", "phase", "call",
-                "of", "axis", "calls", "tensors", "on the wire", network ? "      seconds" : "");
+  plain_snprintf(line, sizeof line, "  %-9s %-15s %-11s %-13s %7s %12s %12s%s\n", "phase", "call",
+                 "of", "axis", "calls", "tensors", "on the wire", network ? "      seconds" : "");
   out << line;
   double wire = 0;
   for (const PlannedCollective& one : collectives) {
-    std::snprintf(line, sizeof line, "  %-9s %-15s %-11s %-13s %7lld %12s %12s", one.phase.c_str(),
-                  std::string(distributed::name_of(one.operation)).c_str(),
-                  std::string(words_for(one.channel)).c_str(), one.axis.c_str(),
-                  static_cast<long long>(one.count), of_bytes(one.bytes).c_str(),
-                  text_of_bytes(one.wire_bytes).c_str());
+    plain_snprintf(line, sizeof line, "  %-9s %-15s %-11s %-13s %7lld %12s %12s", one.phase.c_str(),
+                   std::string(distributed::name_of(one.operation)).c_str(),
+                   std::string(words_for(one.channel)).c_str(), one.axis.c_str(),
+                   static_cast<long long>(one.count), of_bytes(one.bytes).c_str(),
+                   text_of_bytes(one.wire_bytes).c_str());
     out << line;
     if (network) {
-      std::snprintf(line, sizeof line, " %12s", of_seconds(one.seconds).c_str());
+      plain_snprintf(line, sizeof line, " %12s", of_seconds(one.seconds).c_str());
       out << line;
     }
     out << "\n";
     wire += one.wire_bytes;
   }
   if (collectives.empty()) out << "  nothing\n";
-  std::snprintf(line, sizeof line, "  %-74s %12s", "together", text_of_bytes(wire).c_str());
+  plain_snprintf(line, sizeof line, "  %-74s %12s", "together", text_of_bytes(wire).c_str());
   if (!collectives.empty()) out << line << (network ? "" : "\n");
   if (!network) return out.str();
-  std::snprintf(line, sizeof line, " %12s\n", of_seconds(communication_seconds()).c_str());
+  plain_snprintf(line, sizeof line, " %12s\n", of_seconds(communication_seconds()).c_str());
   if (!collectives.empty()) out << line;
   const double calls = communication_seconds(), work = compute_seconds();
   if (work > 0) {

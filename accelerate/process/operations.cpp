@@ -7,6 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/transport/collectives.h>
@@ -45,7 +46,7 @@ std::vector<std::vector<int64_t>> numbers_of_all(const std::vector<int64_t>& own
 
 // "f32[2, 3], i64[4]"
 std::string shapes_of(const detail::Leaves& leaves) {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   for (size_t i = 0; i < leaves.size(); ++i) {
     out << (i == 0 ? "" : ", ") << name_of(leaves[i]->dtype()) << '[';
     for (int d = 0; d < leaves[i]->dim(); ++d) out << (d == 0 ? "" : ", ") << leaves[i]->size(d);
@@ -70,7 +71,7 @@ void check_shapes(std::string_view operation, const detail::Leaves& leaves, Grou
 [[noreturn]] void throw_mismatch(std::string_view operation,
                                  const std::vector<std::string>& descriptions,
                                  std::string_view remedy, const OperationOptions& options) {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   out << operation << ": the tensors of the ranks do not fit together (called at "
       << options.where.file_name() << ':' << options.where.line() << ");";
   for (size_t rank = 0; rank < descriptions.size(); ++rank) {
@@ -249,7 +250,7 @@ Tensor copy_from_owner(const Tensor& tensor, Group& group, const Device& device)
   const auto all = numbers_of_all(own, group, place, tagged("copy_from_owner: shape", options));
   const auto owners = std::ranges::count_if(all, [](const auto& row) { return row[0] != 0; });
   if (owners != 1) {
-    std::ostringstream who;
+    PlainText<std::ostringstream> who;
     for (size_t rank = 0; rank < all.size(); ++rank) {
       if (all[rank][0] != 0) who << (who.str().empty() ? "" : ", ") << rank;
     }

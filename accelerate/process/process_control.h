@@ -28,6 +28,7 @@
 
 #include <tessera/accelerate/process/rank_device.h>
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/source_location.h>
 #include <tessera/core/tensor/tensor.h>
 
@@ -183,7 +184,7 @@ class ProcessControl {
   template <class... Args>
   void print(const Args&... args) const {
     if (!is_local_main_process()) return;
-    std::ostringstream line;
+    PlainText<std::ostringstream> line;
     (line << ... << args);
     print_line(line.str());
   }

@@ -10,6 +10,7 @@
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -47,10 +48,10 @@ nlohmann::json as_json(const Setting& setting, const Settings& settings) {
 }  // namespace
 
 SettingTexts read_config_file(const std::string& path) {
-  std::ifstream file(path);
+  PlainText<std::ifstream> file(path);
   TS_CHECK_AS(IoError, file.is_open(), kSettingsFile, "cannot read the settings in ", path, ": ",
               std::strerror(errno));
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text << file.rdbuf();
   return parse_config(text.str(), path);
 }

@@ -10,6 +10,7 @@
 #include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -238,12 +239,13 @@ class Importer {
 
   using Sections = std::vector<std::pair<std::string, std::span<const Rule>>>;
   static const Sections& sections() {
-    static const Sections kSections = {{"fsdp_config", kFsdp},
-                                       {"deepspeed_config", kDeepSpeed},
-                                       {"fp8_config", kFp8},
-                                       {"parallelism_config", kParallelism},
-                                       {"mpirun_config", kMpirun}};
-    return kSections;
+    static const auto* const kSections =
+        new Sections{{"fsdp_config", kFsdp},
+                     {"deepspeed_config", kDeepSpeed},
+                     {"fp8_config", kFp8},
+                     {"parallelism_config", kParallelism},
+                     {"mpirun_config", kMpirun}};  // also after main
+    return *kSections;
   }
 
   // A key that stands twice has two values: the parser keeps both, others take the last one.
@@ -595,11 +597,11 @@ Import import_accelerate_text(const std::string& text, const std::string& path) 
 }
 
 Import import_accelerate(const std::string& path) {
-  std::ifstream file(path);
+  PlainText<std::ifstream> file(path);
   TS_CHECK_AS(IoError, file.is_open(), kConfigImport, "cannot read ", path,
               "; is the path right? Accelerate's default is "
               "~/.cache/huggingface/accelerate/default_config.yaml");
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text << file.rdbuf();
   return import_accelerate_text(text.str(), path);
 }

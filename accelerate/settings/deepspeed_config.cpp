@@ -13,6 +13,7 @@
 #include <tessera/accelerate/settings/deepspeed_keys.h>
 #include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -23,7 +24,7 @@ using OrderedJson = nlohmann::ordered_json;
 constexpr std::string_view kReader = "DeepSpeed configuration";
 
 std::string number_text_of(double value) {
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text.precision(17);
   text << value;
   return text.str();
@@ -444,10 +445,10 @@ DeepSpeedConfig read_deepspeed_config(const std::string& path_or_object) {
   if (begin != std::string::npos && path_or_object[begin] == '{') {
     return parse_deepspeed_config(path_or_object, "deepspeed_config");
   }
-  std::ifstream file(path_or_object);
+  PlainText<std::ifstream> file(path_or_object);
   TS_CHECK_AS(IoError, file.is_open(), kReader, "cannot read ", path_or_object, ": ",
               std::strerror(errno));
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   text << file.rdbuf();
   TS_CHECK_AS(IoError, !file.bad(), kReader, "cannot read ", path_or_object,
               ": it is no file of text");

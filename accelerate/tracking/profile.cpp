@@ -9,6 +9,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/distributed/transport/rank_context.h>
 
 namespace tessera {
@@ -41,13 +42,13 @@ std::string Profile::table(int rows) const {
     if (record.wait_end >= record.wait_begin) sum.waited += record.wait_end - record.wait_begin;
   }
   char line[200];
-  std::snprintf(line, sizeof line, "%-36s %8s %11s %11s %15s\n", "collective", "calls",
-                "under way ms", "waited ms", "bytes");
+  plain_snprintf(line, sizeof line, "%-36s %8s %11s %11s %15s\n", "collective", "calls",
+                 "under way ms", "waited ms", "bytes");
   text += line;
   for (const auto& [name, sum] : sums) {
-    std::snprintf(line, sizeof line, "%-36.36s %8lld %11.3f %11.3f %15lld\n", name.c_str(),
-                  static_cast<long long>(sum.calls), sum.seconds * 1e3, sum.waited * 1e3,
-                  static_cast<long long>(sum.bytes));
+    plain_snprintf(line, sizeof line, "%-36.36s %8lld %11.3f %11.3f %15lld\n", name.c_str(),
+                   static_cast<long long>(sum.calls), sum.seconds * 1e3, sum.waited * 1e3,
+                   static_cast<long long>(sum.bytes));
     text += line;
   }
   return text;

@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <iostream>
 
+#include <tessera/core/plain_text.h>
+
 namespace tessera {
 namespace {
 
@@ -14,11 +16,11 @@ std::string duration(double seconds) {
   const auto whole = static_cast<int64_t>(std::max(0.0, seconds));
   char text[40];
   if (whole >= 3600) {
-    std::snprintf(text, sizeof text, "%lld:%02lld:%02lld", static_cast<long long>(whole / 3600),
-                  static_cast<long long>(whole / 60 % 60), static_cast<long long>(whole % 60));
+    plain_snprintf(text, sizeof text, "%lld:%02lld:%02lld", static_cast<long long>(whole / 3600),
+                   static_cast<long long>(whole / 60 % 60), static_cast<long long>(whole % 60));
   } else {
-    std::snprintf(text, sizeof text, "%02lld:%02lld", static_cast<long long>(whole / 60),
-                  static_cast<long long>(whole % 60));
+    plain_snprintf(text, sizeof text, "%02lld:%02lld", static_cast<long long>(whole / 60),
+                   static_cast<long long>(whole % 60));
   }
   return text;
 }
@@ -72,7 +74,7 @@ std::string Progress::line() const {
   if (!options_.description.empty()) line += options_.description + ": ";
   if (total_ >= 0) {
     const double part = total_ > 0 ? static_cast<double>(done_) / static_cast<double>(total_) : 1;
-    std::snprintf(text, sizeof text, "%3.0f%%|", std::floor(100 * part));
+    plain_snprintf(text, sizeof text, "%3.0f%%|", std::floor(100 * part));
     line += text + bar(part, options_.width) + "| ";
     line += std::to_string(done_) + "/" + std::to_string(total_);
   } else {
@@ -84,10 +86,10 @@ std::string Progress::line() const {
   }
   // Slow steps read better as seconds a step.
   if (rate > 0 && rate < 1 && options_.unit.empty()) {
-    std::snprintf(text, sizeof text, ", %.2f s/step]", 1 / rate);
+    plain_snprintf(text, sizeof text, ", %.2f s/step]", 1 / rate);
   } else {
-    std::snprintf(text, sizeof text, ", %.*f%s%s/s]", rate < 100 ? 1 : 0, rate,
-                  options_.unit.empty() ? "" : " ", options_.unit.c_str());
+    plain_snprintf(text, sizeof text, ", %.*f%s%s/s]", rate < 100 ? 1 : 0, rate,
+                   options_.unit.empty() ? "" : " ", options_.unit.c_str());
   }
   line += text;
   if (!note_.empty()) line += " " + note_;

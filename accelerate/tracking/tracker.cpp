@@ -1,7 +1,8 @@
 #include <tessera/accelerate/tracking/tracker.h>
 
+#include <charconv>
 #include <cmath>
-#include <cstdio>
+#include <iterator>
 
 #include <tessera/core/error.h>
 
@@ -13,11 +14,14 @@ std::string shortest(double value) {
   if (std::isnan(value)) return "nan";
   if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
   char text[40];
+  char* end = text;
   for (int digits = 6; digits <= 17; ++digits) {
-    std::snprintf(text, sizeof text, "%.*g", digits, value);
-    if (std::strtod(text, nullptr) == value) break;
+    end = std::to_chars(text, std::end(text), value, std::chars_format::general, digits).ptr;
+    double read = 0;
+    std::from_chars(text, end, read);
+    if (read == value) break;
   }
-  return text;
+  return std::string(text, end);
 }
 
 void flatten_into(const TrackedValues& values, const std::string& prefix,

@@ -11,6 +11,7 @@
 #include <tessera/accelerate/tracking/tracker.h>
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera {
 namespace {
@@ -141,7 +142,7 @@ class CsvTracker : public Tracker {
   void log(const TrackedValues& values, int64_t step) override {
     std::vector<std::string> cells(columns_.size());
     char seconds[32];
-    std::snprintf(seconds, sizeof seconds, "%.3f", unix_seconds());
+    plain_snprintf(seconds, sizeof seconds, "%.3f", unix_seconds());
     cells[0] = std::to_string(step);
     cells[1] = seconds;
     const size_t before = columns_.size();
@@ -162,12 +163,12 @@ class CsvTracker : public Tracker {
 
  private:
   std::string read(bool first_line) const {
-    std::ifstream in(path_, std::ios::binary);
+    PlainText<std::ifstream> in(path_, std::ios::binary);
     std::string text;
     if (first_line) {
       std::getline(in, text);
     } else {
-      std::ostringstream all;
+      PlainText<std::ostringstream> all;
       all << in.rdbuf();
       text = all.str();
     }

@@ -19,6 +19,7 @@
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/environment.h>
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::gpu {
 namespace {
@@ -203,7 +204,7 @@ class CachingAllocator final : public DeviceAllocator {
 
   std::string summary() const override {
     std::lock_guard lock(mutex_);
-    std::ostringstream out;
+    PlainText<std::ostringstream> out;
     const int64_t in_use = use_.in_use;
     out << Device{Device::Type::kCuda, device_} << ": " << use_.reserved << " bytes reserved in "
         << use_.segments << " segments, " << in_use << " in use";

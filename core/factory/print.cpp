@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <sstream>
 #include <vector>
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
@@ -23,7 +23,7 @@ constexpr int kLineWidth = 80;
 std::string format(const char* pattern, int precision, double value) {
   if (std::isnan(value)) return "nan";  // C would print the sign too
   char text[400];                       // 1.8e308 in %f has 309 digits
-  std::snprintf(text, sizeof(text), pattern, precision, value);
+  plain_snprintf(text, sizeof(text), pattern, precision, value);
   return text;
 }
 
@@ -201,7 +201,7 @@ std::string repr(const Tensor& x) {
   std::vector<std::string> suffixes;
   const std::string dtype = "dtype=torch." + std::string(torch_name_of(x.dtype()));
   if (!x.device().is_cpu()) {
-    std::ostringstream device;
+    PlainText<std::ostringstream> device;
     device << x.device();
     suffixes.push_back("device='" + device.str() + "'");
   }
@@ -240,7 +240,7 @@ std::string repr(const Tensor& x) {
 std::string Tensor::describe() const {
   if (impl_ == nullptr) return "undefined";
   if (const ElementGuard* guard = element_guard(*this)) return guard->describe(*this);
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   out << dtype() << shape() << ' ' << device();
   return out.str();
 }

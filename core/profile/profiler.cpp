@@ -1,9 +1,9 @@
 #include <tessera/core/profile/profiler.h>
 
 #include <algorithm>
-#include <cstdio>
 
 #include <tessera/core/memory/allocator.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera {
 namespace {
@@ -58,15 +58,15 @@ std::string Profiler::table(int rows) const {
   double all = 0;
   for (const auto& [name, entry] : sorted) all += entry.self_seconds;
   char line[200];
-  std::snprintf(line, sizeof line, "%-36s %8s %11s %11s %7s %12s\n", "range", "calls", "self ms",
-                "total ms", "share", "bytes kept");
+  plain_snprintf(line, sizeof line, "%-36s %8s %11s %11s %7s %12s\n", "range", "calls", "self ms",
+                 "total ms", "share", "bytes kept");
   std::string text = line;
   if (static_cast<size_t>(rows) < sorted.size()) sorted.resize(static_cast<size_t>(rows));
   for (const auto& [name, entry] : sorted) {
-    std::snprintf(line, sizeof line, "%-36.36s %8lld %11.3f %11.3f %6.1f%% %12lld\n", name.c_str(),
-                  static_cast<long long>(entry.calls), entry.self_seconds * 1e3,
-                  entry.total_seconds * 1e3, all > 0 ? 100 * entry.self_seconds / all : 0,
-                  static_cast<long long>(entry.allocated_bytes));
+    plain_snprintf(line, sizeof line, "%-36.36s %8lld %11.3f %11.3f %6.1f%% %12lld\n", name.c_str(),
+                   static_cast<long long>(entry.calls), entry.self_seconds * 1e3,
+                   entry.total_seconds * 1e3, all > 0 ? 100 * entry.self_seconds / all : 0,
+                   static_cast<long long>(entry.allocated_bytes));
     text += line;
   }
   return text;
@@ -78,9 +78,9 @@ std::string Profiler::chrome_trace(int process) const {
   for (size_t i = 0; i < events_.size(); ++i) {
     text += i ? ",\n{\"name\":" : "\n{\"name\":";
     append_json_string(text, events_[i].name);
-    std::snprintf(numbers, sizeof numbers,
-                  ",\"ph\":\"X\",\"pid\":%d,\"tid\":0,\"ts\":%.3f,\"dur\":%.3f}", process,
-                  events_[i].begin * 1e6, (events_[i].end - events_[i].begin) * 1e6);
+    plain_snprintf(numbers, sizeof numbers,
+                   ",\"ph\":\"X\",\"pid\":%d,\"tid\":0,\"ts\":%.3f,\"dur\":%.3f}", process,
+                   events_[i].begin * 1e6, (events_[i].end - events_[i].begin) * 1e6);
     text += numbers;
   }
   return text + "\n]}\n";

@@ -2,6 +2,8 @@
 
 #include <sstream>
 
+#include <tessera/core/plain_text.h>
+
 namespace tessera::distributed {
 
 ShardReport make_report(const BucketSchedule& schedule) {
@@ -33,7 +35,7 @@ ShardReport make_report(const BucketSchedule& schedule) {
 }
 
 std::string ShardReport::describe() const {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   out << "replicate over " << ranks << " ranks, hook " << hook << ", buckets made anew " << rebuilds
       << " times\n";
   for (const Bucket& bucket : buckets) {

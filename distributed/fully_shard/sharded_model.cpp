@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::distributed {
 
@@ -52,7 +53,7 @@ std::vector<UnitReport> ShardedModel::report() const {
 }
 
 std::string ShardedModel::describe() const {
-  std::ostringstream text;
+  PlainText<std::ostringstream> text;
   const Mesh& mesh = *root_->ranks.mesh;
   text << mode_ << " on " << mesh.describe() << "\n"
        << "unit                  elements   whole bytes    part bytes  gathers  reductions\n";

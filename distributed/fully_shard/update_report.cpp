@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/matrix_exchange.h>
@@ -42,7 +43,7 @@ Traffic UpdateReport::traffic() const {
 }
 
 std::string UpdateReport::describe() const {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   out << "a step needs " << tensors << " tensors whole\n";
   for (const Exchange& one : exchanges) {
     out << "  over " << one.group << ": " << one.tensors << " of " << dtype << ", " << one.cut

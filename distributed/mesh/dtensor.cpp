@@ -7,6 +7,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/factory/initial_values.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor_inputs.h>
@@ -34,7 +35,7 @@ struct GroupHolders final : PartHolders {
 struct DTensorPlacement final : TensorPlacement {
   explicit DTensorPlacement(DTensorSpec spec_in) : spec(std::move(spec_in)) {}
   std::string describe(const Tensor& part) const override {
-    std::ostringstream text;
+    PlainText<std::ostringstream> text;
     text << "DTensor " << describe_whole(part) << ", local " << part.shape();
     return text.str();
   }

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::distributed {
 namespace {
@@ -220,7 +221,7 @@ Shape DTensorSpec::local_shape() const {
 }
 
 std::string DTensorSpec::describe_part() const {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   if (flat_axis()) {
     const auto [begin, end] = local_run();
     out << "the elements [" << begin << ':' << end << ']';
@@ -231,7 +232,7 @@ std::string DTensorSpec::describe_part() const {
 }
 
 std::string DTensorSpec::describe(DType dtype) const {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   out << dtype << shape << " on " << mesh->describe() << ": " << distributed::describe(placements);
   return out.str();
 }

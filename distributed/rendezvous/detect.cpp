@@ -8,6 +8,8 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <tessera/core/plain_text.h>
+
 namespace tessera::distributed {
 namespace {
 
@@ -238,7 +240,7 @@ Cores available_cores() {
   Cores cores;
   cores.node = static_cast<int>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
   // Containers limit time instead of cores: "200000 100000" is two cores' worth.
-  std::ifstream quota_file("/sys/fs/cgroup/cpu.max");
+  PlainText<std::ifstream> quota_file("/sys/fs/cgroup/cpu.max");
   double quota = 0;
   double period = 0;
   if (quota_file >> quota >> period && quota > 0 && period > 0) {

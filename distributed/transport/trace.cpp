@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <nlohmann/json.hpp>
+
+#include <tessera/core/plain_text.h>
 
 namespace tessera::distributed {
 namespace {
@@ -29,7 +30,7 @@ std::string_view name_of(Channel channel) {
 
 std::string describe_seconds(double seconds) {
   char text[32];
-  std::snprintf(text, sizeof text, seconds < 100 ? "%.3g s" : "%.0f s", seconds);
+  plain_snprintf(text, sizeof text, seconds < 100 ? "%.3g s" : "%.0f s", seconds);
   return text;
 }
 

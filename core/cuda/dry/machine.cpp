@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::gpu::dry {
 namespace {
@@ -84,7 +85,7 @@ bool is_rate(const Json& json, const std::string& key) {
 }  // namespace
 
 Machine Machine::read(const std::string& path) {
-  std::ifstream in(path);
+  PlainText<std::ifstream> in(path);
   TS_CHECK_AS(IoError, in, kMachine, "cannot read '", path, "'");
   const Json json = Json::parse(in, nullptr, false, true);
   TS_CHECK_AS(FormatError, json.is_object(), kMachine, "'", path, "' is not a JSON object");

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::gpu {
 namespace {
@@ -373,7 +374,7 @@ int alignment_of(const void* pointer) {
 }
 
 std::string describe(const GemmProblem& p) {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   const auto matrix = [&](const char* name, const GemmMatrix& x) {
     out << ' ' << name << ':' << x.dtype << (x.transposed ? ",t," : ",n,") << x.leading << ','
         << x.batch_stride << ",@" << alignment_of(x.data);
