@@ -13,15 +13,8 @@ namespace {
 
 std::atomic<uint64_t> next_sequence{0};
 
-// Nodes waiting to be freed by the outermost destructor on this thread.
-struct NodeGraveyard {
-  std::vector<std::shared_ptr<Node>> nodes;
-  bool draining = false;
-};
-NodeGraveyard& graveyard() {
-  thread_local NodeGraveyard instance;
-  return instance;
-}
+// Nodes waiting to be freed by the outermost destructor on this thread, in its frame.
+thread_local std::vector<std::shared_ptr<Node>>* graveyard = nullptr;
 
 // Where the elements of a view lie among those of its base. The strides are the base's own, so that
 // the geometry of the view applies to any tensor that is laid out as the base.
@@ -148,18 +141,19 @@ Node::Node() { take_sequence(); }
 void Node::take_sequence() { sequence = next_sequence.fetch_add(1, std::memory_order_relaxed); }
 
 Node::~Node() {
-  NodeGraveyard& grave = graveyard();
+  std::vector<std::shared_ptr<Node>> own;
+  const bool outermost = graveyard == nullptr;
+  if (outermost) graveyard = &own;
   for (Edge& edge : next_edges) {
-    if (edge.node) grave.nodes.push_back(std::move(edge.node));
+    if (edge.node) graveyard->push_back(std::move(edge.node));
   }
-  if (grave.draining) return;
-  grave.draining = true;
-  while (!grave.nodes.empty()) {
-    std::shared_ptr<Node> node = std::move(grave.nodes.back());
-    grave.nodes.pop_back();
+  if (!outermost) return;
+  while (!own.empty()) {
+    std::shared_ptr<Node> node = std::move(own.back());
+    own.pop_back();
     node.reset();  // its destructor adds what it pointed to
   }
-  grave.draining = false;
+  graveyard = nullptr;
 }
 
 AutogradSlot* autograd_slot(const Tensor& tensor) {

@@ -43,7 +43,7 @@ TS_ERROR_CLASS(CudaError);
 TS_ERROR_CLASS(DistributedError);
 TS_ERROR_CLASS(ConfigError);
 TS_ERROR_CLASS(FormatError);  // a file whose bytes are not what its format says
-TS_ERROR_CLASS(IoError);      // the operating system refused: open, read, write, rename
+TS_ERROR_CLASS(IoError);      // the operating system refused: open, read, write, a thread
 #undef TS_ERROR_CLASS
 
 namespace detail {

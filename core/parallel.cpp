@@ -15,6 +15,7 @@
 #include <tessera/core/block_signals.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
+#include <tessera/core/thread.h>
 
 namespace tessera {
 namespace {
@@ -47,6 +48,9 @@ void wait_while(const std::atomic<T>& value, T old) {
 }
 
 thread_local bool inside_loop = false;
+// Its team ended with the thread's thread_local objects. Loops of destructors that come later (see
+// [Note: after main]) stay on the thread.
+thread_local bool team_ended = false;
 
 struct Loop {
   detail::ParallelBody body;
@@ -67,6 +71,7 @@ struct Loop {
 class Team {
  public:
   ~Team() {
+    team_ended = true;
     for (auto& worker : workers_) {
       worker->ticket.store(kStop, std::memory_order_release);
       worker->ticket.notify_one();
@@ -74,8 +79,13 @@ class Team {
     for (auto& worker : workers_) worker->thread.join();
   }
 
+  // Throws IoError where a worker cannot be started: those that there are go on.
   void run(const Loop& loop) {
     const int helpers = loop.parts - 1;
+    if (generation_ != process_generation()) {  // fork() took the workers away
+      workers_.clear();
+      generation_ = process_generation();
+    }
     while (static_cast<int>(workers_.size()) < helpers) add_worker();
     loop_ = loop;
     unfinished_.store(helpers, std::memory_order_relaxed);
@@ -98,14 +108,15 @@ class Team {
   static constexpr uint32_t kStop = UINT32_MAX;
   struct alignas(64) Worker {
     std::atomic<uint32_t> ticket{0};  // changes when there is work
-    std::thread thread;
+    Thread thread;
   };
 
   void add_worker() {
     const int part = static_cast<int>(workers_.size()) + 1;
-    workers_.push_back(std::make_unique<Worker>());
-    Worker* worker = workers_.back().get();
-    worker->thread = std::thread([this, worker, part] {
+    auto made = std::make_unique<Worker>();
+    Worker* const worker = made.get();
+    workers_.reserve(workers_.size() + 1);  // nothing may fail once it runs
+    worker->thread = Thread([this, worker, part] {
       BlockSignalsGuard::block_for_good();  // they are for the program's threads
       inside_loop = true;
       uint32_t seen = 0;
@@ -117,11 +128,13 @@ class Team {
         if (unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) unfinished_.notify_one();
       }
     });
+    workers_.push_back(std::move(made));
   }
 
   Loop loop_{};
   alignas(64) std::atomic<int> unfinished_{0};
   std::vector<std::unique_ptr<Worker>> workers_;
+  uint64_t generation_ = process_generation();  // of the process whose threads they are
 };
 
 // OMP_NUM_THREADS where it is set, as users of other libraries expect; else the cores that this
@@ -158,7 +171,7 @@ namespace detail {
 
 void parallel_run(int64_t size, int64_t grain, ParallelBody body, void* function) {
   const int64_t blocks = (size + grain - 1) / grain;
-  const int64_t threads = std::min<int64_t>(inside_loop ? 1 : num_threads(), blocks);
+  const int64_t threads = std::min<int64_t>(inside_loop || team_ended ? 1 : num_threads(), blocks);
   if (threads <= 1) {
     body(function, 0, size);
     return;

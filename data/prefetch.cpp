@@ -5,13 +5,13 @@
 #include <exception>
 #include <limits>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/thread.h>
 
 namespace tessera::data {
 namespace {
@@ -45,7 +45,8 @@ struct Prefetcher::Shared {
   int64_t end = std::numeric_limits<int64_t>::max();  // no ticket from here on
   std::atomic<bool> stopping{false};
   std::vector<std::unique_ptr<Context>> contexts;
-  std::vector<std::thread> threads;
+  std::vector<Thread> threads;
+  uint64_t generation = process_generation();  // before a fork() that left the threads behind
 
   int64_t capacity() const { return static_cast<int64_t>(slots.size()); }
 
@@ -148,21 +149,30 @@ Prefetcher::Prefetcher(std::unique_ptr<BatchMaker> maker, int64_t position, int 
   } catch (...) {  // no further thread to be had: the destructor does not run, stop those there are
     shared_->stopping = true;
     shared_->room_free.notify_all();
-    for (std::thread& thread : shared_->threads) thread.join();
+    for (Thread& thread : shared_->threads) thread.join();
     throw;
   }
 }
 
 Prefetcher::~Prefetcher() {
+  if (shared_->generation != process_generation() && !shared_->threads.empty()) {
+    // Threads that this process has not hold the mutex or wait at the condition: it stays.
+    static_cast<void>(shared_.release());
+    return;
+  }
   {
     const std::lock_guard lock(shared_->mutex);
     shared_->stopping = true;
   }
   shared_->room_free.notify_all();
-  for (std::thread& thread : shared_->threads) thread.join();
+  for (Thread& thread : shared_->threads) thread.join();
 }
 
 MadeBatch Prefetcher::next() {
+  TS_CHECK_AS(UnsupportedError,
+              shared_->threads.empty() || shared_->generation == process_generation(), "DataLoader",
+              "its workers are of the process that called fork(); begin a loop over the loader in "
+              "the child, or give it no workers");
   return shared_->threads.empty() ? shared_->next_here() : shared_->next_from_workers();
 }
 

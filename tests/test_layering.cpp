@@ -283,6 +283,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"core/memory/return_pages.h", "inside of allocators"},
     {"core/state/pickle_reader.h", "inside of torch_file.h"},
     {"core/regex.h", "inside of the library"},
+    {"core/thread.h", "inside of the library"},
     {"core/tensor/placement.h", "inside of tensors; dtensor.h implements it"},
     {"core/tensor/unreadable_storage.h", "inside of tensors"},
     {"core/tensor/whole_exchange.h", "inside of optimizers"},
@@ -419,6 +420,48 @@ std::vector<std::string> cuda_call_errors(const fs::path& root) {
     }
   }
   return errors;
+}
+
+// What knows a locale, and threads that the library does not start its own way.
+const std::map<std::string, std::string> kOtherWays = {
+    {R"(std::[io]?(string|f)stream [a-z_]+[;({])", "PlainText<> of core/plain_text.h"},
+    {R"(\bsn?printf\(.*%[-+ 0-9.*]*[aefgAEFG])", "plain_snprintf()"},
+    {R"(std::(stod|stof|stold|strtod|strtof|atof)\()", "std::from_chars"},
+    {R"(std::thread [a-z_]+[;({]|std::thread\(|std::(thread|jthread)>|std::async\()",
+     "Thread of core/thread.h"},
+};
+
+std::vector<std::string> other_way_errors(const fs::path& root) {
+  std::vector<std::string> errors;
+  for (const auto& [pattern, instead] : kOtherWays) {
+    const std::regex other(pattern);
+    for (const auto& [floor, ignored] : kSees) {
+      for (const auto& entry : fs::recursive_directory_iterator(root / floor)) {
+        const std::string name = fs::relative(entry.path(), root).string();
+        // The command is a process of its own, and a device of tests has its own threads.
+        if (!is_source(entry.path()) || name.starts_with("accelerate/cli/") ||
+            name.starts_with("core/cuda/emulation/") || name.starts_with("core/thread.") ||
+            name.starts_with("core/plain_text.")) {
+          continue;
+        }
+        std::ifstream in(entry.path());
+        std::string line;
+        for (int number = 1; std::getline(in, line); ++number) {
+          const std::string code = line.substr(0, line.find("//"));
+          if (code.find("PlainText<") != code.npos || code.find("plain_snprintf") != code.npos ||
+              !std::regex_search(code, other)) {
+            continue;
+          }
+          errors.push_back(name + ":" + std::to_string(number) + ": use " + instead);
+        }
+      }
+    }
+  }
+  return errors;
+}
+
+TEST(Layering, NumbersAreTextWithoutALocaleAndThreadsAreStartedOneWay) {
+  for (const std::string& error : other_way_errors(tests::source_dir())) ADD_FAILURE() << error;
 }
 
 TEST(Layering, OnlyTheGpuBackendCallsItsRuntime) {

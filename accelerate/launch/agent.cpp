@@ -12,6 +12,7 @@
 
 #include <tessera/accelerate/launch/protocol.h>
 #include <tessera/core/error.h>
+#include <tessera/core/thread.h>
 
 namespace tessera::launch {
 namespace {
@@ -138,7 +139,7 @@ class CommandWatch {
   std::shared_ptr<TcpStore> store_;
   Milliseconds grace_;
   std::atomic<bool> stopping_{false};
-  std::thread thread_;
+  Thread thread_;
 };
 
 int run(const AgentOptions& options) {

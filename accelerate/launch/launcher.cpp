@@ -25,6 +25,8 @@
 
 #include <tessera/accelerate/launch/process.h>
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
+#include <tessera/core/thread.h>
 #include <tessera/distributed/transport/watchdog.h>
 
 namespace tessera::launch {
@@ -47,7 +49,7 @@ void say(const std::string& text) { std::fprintf(stderr, "tessera launch: %s\n",
 
 std::string seconds(Milliseconds time) {
   char text[32];
-  std::snprintf(text, sizeof text, "%g", static_cast<double>(time.count()) / 1000.0);
+  plain_snprintf(text, sizeof text, "%g", static_cast<double>(time.count()) / 1000.0);
   return text;
 }
 
@@ -60,7 +62,7 @@ std::string list(const std::vector<int>& ranks) {
 std::string random_token() {
   std::random_device source;
   char text[33];
-  std::snprintf(text, sizeof text, "%08x%08x%08x%08x", source(), source(), source(), source());
+  plain_snprintf(text, sizeof text, "%08x%08x%08x%08x", source(), source(), source(), source());
   return text;
 }
 
@@ -197,7 +199,7 @@ class SignalThread {
   distributed::Store& store_;
   FileDescriptor signals_;
   FileDescriptor stop_;
-  std::thread thread_;
+  Thread thread_;
 };
 
 // The process manager's stderr, and through it the ranks', without what Open MPI 4's PMIx says of
@@ -233,7 +235,7 @@ class ErrorRelay {
 
   LinePrefixer lines_;
   FileDescriptor stop_;
-  std::thread thread_;
+  Thread thread_;
 };
 
 std::vector<pid_t> children() {
@@ -242,11 +244,11 @@ std::vector<pid_t> children() {
   for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
     const pid_t pid = std::atoi(entry.path().filename().c_str());
     if (pid <= 0) continue;
-    std::ifstream file(entry.path() / "stat");
+    PlainText<std::ifstream> file(entry.path() / "stat");
     std::string stat;
     std::getline(file, stat);
     // pid (name) state parent ...; a name may have spaces and brackets.
-    std::istringstream rest(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
+    PlainText<std::istringstream> rest(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
     std::string state, parent;
     rest >> state >> parent;
     if (parent == own) result.push_back(pid);

@@ -7,12 +7,13 @@
 #include <cstdio>
 #include <fstream>
 #include <mutex>
-#include <thread>
 
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
+#include <tessera/core/plain_text.h>
+#include <tessera/core/thread.h>
 
 namespace tessera {
 namespace {
@@ -21,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 // The kernel's high-water mark of resident bytes, of the process's whole life; 0 if unknown.
 int64_t resident_high_water() {
-  std::ifstream status("/proc/self/status");
+  PlainText<std::ifstream> status("/proc/self/status");
   std::string line;
   while (std::getline(status, line)) {
     long long kib = 0;
@@ -39,7 +40,7 @@ nlohmann::ordered_json to_json_value(const MemoryReport::Category& category) {
 }  // namespace
 
 int64_t resident_bytes() {
-  std::ifstream statm("/proc/self/statm");
+  PlainText<std::ifstream> statm("/proc/self/statm");
   int64_t pages = 0, resident = 0;
   if (!(statm >> pages >> resident)) return 0;
   return resident * ::sysconf(_SC_PAGESIZE);
@@ -56,7 +57,7 @@ struct MemoryTracker::State {
   std::mutex mutex;
   std::condition_variable wake;
   bool stop_sampling = false;
-  std::thread sampler;
+  Thread sampler;
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - begin).count(); }
   MemorySample sample() const { return {seconds(), stats->current(), resident_bytes()}; }
@@ -101,18 +102,22 @@ MemoryTracker::MemoryTracker(const MemoryTrackerOptions& options) {
   state_->before = state_->stats->begin_peaks();
   if (options.period > 0) {
     state_->sampler =
-        std::thread([state = state_.get(), most = options.max_samples] { state->run(most); });
+        Thread([state = state_.get(), most = options.max_samples] { state->run(most); });
   }
 }
 
-MemoryTracker::~MemoryTracker() { stop(); }
+MemoryTracker::~MemoryTracker() {
+  stop();
+  // After fork() the sampler's wait, which no thread ends, would hold the condition's destructor.
+  if (!state_->sampler.is_of_this_process()) static_cast<void>(state_.release());
+}
 
 const MemoryReport& MemoryTracker::stop() {
   State& state = *state_;
   MemoryReport& report = state.report;
   if (state.stopped) return report;
   state.stopped = true;
-  if (state.sampler.joinable()) {
+  if (state.sampler.joinable() && state.sampler.is_of_this_process()) {
     {
       const std::lock_guard lock(state.mutex);
       state.stop_sampling = true;
@@ -145,13 +150,13 @@ const MemoryReport& MemoryTracker::stop() {
 
 std::string MemoryReport::table() const {
   char line[160];
-  std::snprintf(line, sizeof line, "%-16s %12s %12s %12s %12s\n", "MiB", "begin", "end", "peak",
-                "peak-begin");
+  plain_snprintf(line, sizeof line, "%-16s %12s %12s %12s %12s\n", "MiB", "begin", "end", "peak",
+                 "peak-begin");
   std::string text = line;
   const auto add = [&](const char* name, const Category& category) {
-    std::snprintf(line, sizeof line, "%-16s %12.2f %12.2f %12.2f %12.2f\n", name,
-                  mib(category.begin), mib(category.end), mib(category.peak),
-                  mib(category.peak - category.begin));
+    plain_snprintf(line, sizeof line, "%-16s %12.2f %12.2f %12.2f %12.2f\n", name,
+                   mib(category.begin), mib(category.end), mib(category.peak),
+                   mib(category.peak - category.begin));
     text += line;
   };
   for (size_t c = 0; c < kNumMemoryCategories; ++c) {
@@ -195,40 +200,40 @@ std::string MemoryReport::to_svg() const {
     return kHeight - kBottom - mib(bytes) / highest * (kHeight - kTop - kBottom);
   };
   char text[300];
-  std::snprintf(text, sizeof text,
-                "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" "
-                "font-family=\"sans-serif\" font-size=\"12\">\n"
-                "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n",
-                kWidth, kHeight);
+  plain_snprintf(text, sizeof text,
+                 "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" "
+                 "font-family=\"sans-serif\" font-size=\"12\">\n"
+                 "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n",
+                 kWidth, kHeight);
   std::string svg = text;
   for (int i = 0; i <= 4; ++i) {
     const auto bytes = static_cast<int64_t>(highest * i / 4 * (1 << 20));
-    std::snprintf(text, sizeof text,
-                  "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#ddd\"/>"
-                  "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%.4g</text>\n"
-                  "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%.3g</text>\n",
-                  kLeft, kWidth - kRight, y(bytes), y(bytes), kLeft - 6, y(bytes) + 4, mib(bytes),
-                  x(length * i / 4), kHeight - kBottom + 18, length * i / 4);
+    plain_snprintf(text, sizeof text,
+                   "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#ddd\"/>"
+                   "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%.4g</text>\n"
+                   "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%.3g</text>\n",
+                   kLeft, kWidth - kRight, y(bytes), y(bytes), kLeft - 6, y(bytes) + 4, mib(bytes),
+                   x(length * i / 4), kHeight - kBottom + 18, length * i / 4);
     svg += text;
   }
   const auto line = [&](const char* name, const char* colour, double label,
                         int64_t MemorySample::*field) {
     svg += "<polyline fill=\"none\" stroke=\"" + std::string(colour) + "\" points=\"";
     for (const auto& sample : samples) {
-      std::snprintf(text, sizeof text, "%.1f,%.1f ", x(sample.seconds), y(sample.*field));
+      plain_snprintf(text, sizeof text, "%.1f,%.1f ", x(sample.seconds), y(sample.*field));
       svg += text;
     }
-    std::snprintf(text, sizeof text, "\"/><text x=\"%.0f\" y=\"18\" fill=\"%s\">%s</text>\n", label,
-                  colour, name);
+    plain_snprintf(text, sizeof text, "\"/><text x=\"%.0f\" y=\"18\" fill=\"%s\">%s</text>\n",
+                   label, colour, name);
     svg += text;
   };
   line("tensors, MiB", "#1f77b4", kLeft, &MemorySample::tensors);
   line("resident set, MiB", "#ff7f0e", kLeft + 120, &MemorySample::resident);
-  std::snprintf(text, sizeof text,
-                "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#1f77b4\" "
-                "stroke-dasharray=\"4\"/><text x=\"%.0f\" y=\"18\">dashed: peak of tensors; "
-                "seconds from left to right</text>\n</svg>\n",
-                kLeft, kWidth - kRight, y(tensors.peak), y(tensors.peak), kLeft + 280);
+  plain_snprintf(text, sizeof text,
+                 "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#1f77b4\" "
+                 "stroke-dasharray=\"4\"/><text x=\"%.0f\" y=\"18\">dashed: peak of tensors; "
+                 "seconds from left to right</text>\n</svg>\n",
+                 kLeft, kWidth - kRight, y(tensors.peak), y(tensors.peak), kLeft + 280);
   return svg + text;
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <pthread.h>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -17,6 +18,7 @@
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/memory/block_arena.h>
 #include <tessera/core/memory/return_pages.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera {
 namespace {
@@ -65,6 +67,10 @@ size_t rounded_size(size_t bytes) {
 
 class CpuAllocator final : public Allocator {
  public:
+  // Around fork(): the child is not to find the mutex held by a thread that it has not.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
   void* allocate(size_t bytes) override {
     const size_t rounded = rounded_size(bytes);
     void* pointer = nullptr;
@@ -171,7 +177,12 @@ class CpuAllocator final : public Allocator {
 
 CpuAllocator& the_cpu_allocator() {
   // Never destroyed: storages with static lifetime may outlive every other object.
-  static CpuAllocator* allocator = new CpuAllocator;
+  static CpuAllocator* const allocator = [] {
+    const auto lock = [] { the_cpu_allocator().lock(); };
+    const auto unlock = [] { the_cpu_allocator().unlock(); };
+    ::pthread_atfork(lock, unlock, unlock);
+    return new CpuAllocator;
+  }();
   return *allocator;
 }
 
@@ -226,7 +237,7 @@ MemoryStats::Peaks MemoryStats::end_peaks(const Peaks& before) {
 }
 
 std::string MemoryStats::summary() const {
-  std::ostringstream out;
+  PlainText<std::ostringstream> out;
   out << "memory in bytes (current, peak):\n";
   for (int c = 0; c < kNumMemoryCategories; ++c) {
     const auto category = static_cast<MemoryCategory>(c);

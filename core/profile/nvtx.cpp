@@ -17,8 +17,8 @@ class NvtxTimeline : public RangeListener {
 }  // namespace
 
 RangeListener& nvtx_timeline() {
-  static NvtxTimeline timeline;
-  return timeline;
+  static NvtxTimeline* const timeline = new NvtxTimeline;  // outlives static objects that compute
+  return *timeline;
 }
 
 detail::ProfilerSlot::ProfilerSlot() {

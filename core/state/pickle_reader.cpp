@@ -2,8 +2,9 @@
 
 #include <bit>
 #include <cstring>
-#include <map>
+#include <optional>
 #include <unordered_map>
+#include <utility>
 
 #include <tessera/core/error.h>
 
@@ -14,10 +15,16 @@ using Kind = PickleValue::Kind;
 constexpr size_t kMostBytes = 16 << 20;
 
 // Classes of storages, and the dtypes of torch by name.
-const std::map<std::string_view, DType> kStorages = {
+constexpr std::pair<std::string_view, DType> kStorages[] = {
     {"torch.DoubleStorage", kF64},    {"torch.FloatStorage", kF32}, {"torch.HalfStorage", kF16},
     {"torch.BFloat16Storage", kBF16}, {"torch.LongStorage", kI64},  {"torch.IntStorage", kI32},
     {"torch.ByteStorage", kU8},       {"torch.BoolStorage", kBool}};
+std::optional<DType> dtype_of_storage(std::string_view name) {
+  for (const auto& [storage, dtype] : kStorages) {
+    if (storage == name) return dtype;
+  }
+  return {};
+}
 constexpr std::string_view kUntyped = "torch.storage.UntypedStorage";
 constexpr std::string_view kRebuild2 = "torch._utils._rebuild_tensor_v2",
                            kRebuild3 = "torch._utils._rebuild_tensor_v3",
@@ -152,16 +159,16 @@ class PickleMachine {
               id.items[4]->kind == Kind::kInt && id.items[4]->integer >= 0,
           "has a storage that is none");
     const std::string& type = id.items[1]->text;
-    const auto known = kStorages.find(type);
+    const std::optional<DType> known = dtype_of_storage(type);
     check(type.starts_with("torch.") && type.ends_with("Storage"), "has a storage of ", type);
     const bool is_part = id.items.size() == 6 && id.items[5]->kind != Kind::kNone;
     PickleValue& storage = push(Kind::kStorage);
     storage.text = id.items[2]->text;
     storage.integer = id.items[4]->integer;
-    if (known != kStorages.end()) storage.dtype = known->second;
+    if (known) storage.dtype = *known;
     // What tensors of it are called where they cannot be read.
     if (is_part) storage.items = {&make(Kind::kText)}, storage.items[0]->text = "part of a storage";
-    if (known == kStorages.end() && type != kUntyped) storage.items = {id.items[1]};
+    if (!known && type != kUntyped) storage.items = {id.items[1]};
   }
   void check_numbers(const PickleValue& list) const {
     check(list.kind == Kind::kTuple && list.items.size() <= static_cast<size_t>(kMaxDims),

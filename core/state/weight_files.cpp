@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <system_error>
+#include <utility>
 
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
@@ -146,11 +147,12 @@ int64_t parse_byte_size(std::string_view text) {
   }
   std::string_view unit = text.substr(digits);
   while (unit.starts_with(' ')) unit.remove_prefix(1);
-  static const std::map<std::string_view, double> kUnits = {
+  constexpr std::pair<std::string_view, double> kUnits[] = {
       {"", 1},      {"B", 1},        {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
       {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
-  const auto factor = kUnits.find(unit);
-  if (!any || factor == kUnits.end() || (unit.empty() && point)) refuse();
+  const auto* const factor =
+      std::ranges::find(kUnits, unit, &std::pair<std::string_view, double>::first);
+  if (!any || factor == std::end(kUnits) || (unit.empty() && point)) refuse();
   const double bytes = std::floor(number * factor->second);
   if (bytes < 1 || bytes > 0x1p62) refuse();
   return static_cast<int64_t>(bytes);

@@ -13,10 +13,10 @@
 #include <new>
 #include <nlohmann/json.hpp>
 #include <system_error>
-#include <thread>
 
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
+#include <tessera/core/thread.h>
 #include <tessera/distributed/checkpoint/checksum.h>
 #include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/distributed/rendezvous/store.h>
@@ -311,7 +311,7 @@ struct CheckpointSaver::State {
 
   Group& group;
   std::vector<Tensor> staging;
-  std::thread thread;
+  Thread thread;
   std::atomic<bool> saving{false};
   std::atomic<bool> given_up{false};
   std::exception_ptr error;  // of the thread, read after it was joined
@@ -494,7 +494,7 @@ void CheckpointSaver::save(const std::string& folder, const Collect& collect,
                   : std::max(rank_context().timeouts.collective, rank_context().timeouts.save),
       rank_context(), state.given_up);
   state.saving = true;
-  state.thread = std::thread([&state, target, temporary, chunks = std::move(chunks), options] {
+  state.thread = Thread([&state, target, temporary, chunks = std::move(chunks), options] {
     try {
       state.write(target, temporary, chunks, options, *state.store_exchange);
     } catch (...) {

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/context.h>
+#include <tessera/core/thread.h>
 #include <tessera/distributed/rendezvous/json_number.h>
 
 namespace tessera::distributed {
@@ -136,7 +137,7 @@ void Job::connect(const StoreAddress& address) {
     client_->leave_will(key_of("failure", info_.rank), lost.to_text());
   }
   client_->set(key_of("joined", info_.rank), host_name());
-  thread_ = std::thread([this] { watch(); });
+  thread_ = Thread([this] { watch(); });
 }
 
 void Job::watch() {

@@ -18,9 +18,9 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include <tessera/core/thread.h>
 #include <tessera/distributed/rendezvous/detect.h>
 #include <tessera/distributed/rendezvous/store.h>
 
@@ -100,7 +100,7 @@ class Job {
   std::shared_ptr<TcpStore> client_;   // also holds the will
   std::shared_ptr<Store> store_;       // what ranks use
   std::shared_ptr<TcpStore> watcher_;  // the watching thread's own, to be interrupted
-  std::thread thread_;
+  Thread thread_;
   std::atomic<bool> leaving_{false};
   std::atomic<bool> published_{false};
   std::unique_ptr<RankFailure> heard_;

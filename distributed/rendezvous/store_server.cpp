@@ -3,13 +3,13 @@
 #include <cerrno>
 #include <cstring>
 #include <list>
-#include <thread>
 
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <tessera/core/thread.h>
 #include <tessera/distributed/rendezvous/socket.h>
 #include <tessera/distributed/rendezvous/store.h>
 #include <tessera/distributed/rendezvous/store_table.h>
@@ -51,7 +51,7 @@ struct TcpStoreServer::Loop {
   std::list<Connection> connections;
   std::atomic<bool> stop{false};
   Clock::time_point accept_after{};
-  std::thread thread;
+  Thread thread;
 
   Loop(MemoryStore& memory, std::string secret) : store(memory), token(std::move(secret)) {}
 
@@ -305,7 +305,7 @@ TcpStoreServer::TcpStoreServer(StoreAddress address) : store_(std::make_shared<M
   TS_CHECK_AS(DistributedError, static_cast<bool>(loop_->wake), "store",
               "the system gives no event descriptor (", std::strerror(errno), ")");
   store_->state_->wake = loop_->wake.get();
-  loop_->thread = std::thread([loop = loop_.get()] { loop->run(); });
+  loop_->thread = Thread([loop = loop_.get()] { loop->run(); });
 }
 
 TcpStoreServer::~TcpStoreServer() {

@@ -6,7 +6,6 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <thread>
 
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include <tessera/core/environment.h>
 #include <tessera/core/gpu/transfers.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/thread.h>
 #include <tessera/distributed/rendezvous/job.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/watchdog.h>
@@ -71,7 +71,7 @@ void find_nodes(LaunchInfo& info, Group& group) {
 class BackendStart {
  public:
   explicit BackendStart(const BackendOptions& options) : state_(std::make_shared<State>()) {
-    std::thread([state = state_, options] {
+    Thread([state = state_, options] {
       std::unique_ptr<Backend> backend;
       std::exception_ptr error;
       try {

@@ -2,9 +2,9 @@
 
 #include <exception>
 #include <mutex>
-#include <thread>
 
 #include <tessera/core/parallel.h>
+#include <tessera/core/thread.h>
 #include <tessera/distributed/rendezvous/store.h>
 #include <tessera/distributed/transport/backend_thread.h>
 
@@ -57,9 +57,20 @@ void run_ranks(int size, const std::function<void(int rank)>& fn, const RunRanks
     }
     job.leave(rank, "rank " + std::to_string(rank) + " " + end, failed);
   };
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
-  for (std::thread& thread : threads) thread.join();
+  std::vector<Thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    try {
+      threads.push_back(Thread([&body, rank] { body(rank); }));
+    } catch (...) {  // those that began end as where a rank failed
+      const std::lock_guard lock(mutex);
+      if (!first) {
+        first = std::current_exception();
+        first_rank = rank;
+      }
+      job.leave(rank, "rank " + std::to_string(rank) + " did not begin", true);
+    }
+  }
+  for (Thread& thread : threads) thread.join();
   if (!first) return;
   try {
     std::rethrow_exception(first);

@@ -5,6 +5,8 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include <tessera/core/thread.h>
+
 namespace tessera::distributed {
 namespace {
 
@@ -62,7 +64,7 @@ std::vector<std::string> describe_positions(Store& store, std::span<const int> r
 Watchdog::Watchdog(std::shared_ptr<Store> store, int rank, std::shared_ptr<CommTrace> trace,
                    const WaitWarning& wait_warning)
     : store_(std::move(store)), rank_(rank), trace_(std::move(trace)), wait_warning_(wait_warning) {
-  thread_ = std::thread([this] { answer(); });
+  thread_ = Thread([this] { answer(); });
 }
 
 Watchdog::~Watchdog() {
@@ -103,21 +105,20 @@ void Watchdog::print_wait(const std::string& text) {
   if (last && now < std::stoll(*last) + wait_warning_.after.count()) return;
   if (!store_->compare_set(kPrinted, last, std::to_string(now))) return;
   if (printer_.joinable()) printer_.join();
-  printer_ =
-      std::thread([store = store_, rank = rank_, ranks = wait_warning_.ranks_to_print, text] {
-        std::vector<int> all(static_cast<size_t>(ranks));
-        std::iota(all.begin(), all.end(), 0);
-        std::string warning = "tessera: warning: rank " + std::to_string(rank) +
-                              " waits for other ranks for " + text +
-                              "; the job goes on until the collective's timeout\n";
-        try {
-          for (const std::string& line : describe_positions(*store, all, Milliseconds(1000))) {
-            warning += "tessera:   " + line + "\n";
-          }
-        } catch (const std::exception&) {  // the store is gone, see answer()
-        }
-        std::fputs(warning.c_str(), stderr);
-      });
+  printer_ = Thread([store = store_, rank = rank_, ranks = wait_warning_.ranks_to_print, text] {
+    std::vector<int> all(static_cast<size_t>(ranks));
+    std::iota(all.begin(), all.end(), 0);
+    std::string warning = "tessera: warning: rank " + std::to_string(rank) +
+                          " waits for other ranks for " + text +
+                          "; the job goes on until the collective's timeout\n";
+    try {
+      for (const std::string& line : describe_positions(*store, all, Milliseconds(1000))) {
+        warning += "tessera:   " + line + "\n";
+      }
+    } catch (const std::exception&) {  // the store is gone, see answer()
+    }
+    std::fputs(warning.c_str(), stderr);
+  });
 }
 
 void Watchdog::answer() {

@@ -11,9 +11,9 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include <tessera/core/thread.h>
 #include <tessera/distributed/rendezvous/store.h>
 #include <tessera/distributed/transport/backend.h>
 #include <tessera/distributed/transport/trace.h>
@@ -49,8 +49,8 @@ class Watchdog {
   int64_t unfinished_ = 0;  // calls before this number have ended
   double told_ = -1;        // when the call was issued that was told last
   std::atomic<bool> stopping_{false};
-  std::thread printer_;  // of a warning, as this rank's own answer is part of it
-  std::thread thread_;
+  Thread printer_;  // of a warning, as this rank's own answer is part of it
+  Thread thread_;
 };
 
 // Where the ranks of a store stand, on all channels, a line for each: "rank 2: user barrier #3;

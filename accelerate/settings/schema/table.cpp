@@ -30,8 +30,8 @@ std::vector<Setting> make_table() {
 }
 
 const std::vector<Setting>& table() {
-  static const std::vector<Setting> kTable = make_table();
-  return kTable;
+  static const auto* const kTable = new std::vector<Setting>(make_table());  // also after main
+  return *kTable;
 }
 
 std::string canonical(std::string_view key) {

@@ -46,17 +46,23 @@ K key_in(const Item<K>& item) {
   }
 }
 
-// What one thread sorts with: two lists of a row's length.
-template <class K>
-struct SortScratch {
-  explicit SortScratch(int64_t size)
-      : items(new Item<K>[static_cast<size_t>(size)]),
-        other(new Item<K>[static_cast<size_t>(size)]) {}
-  std::unique_ptr<Item<K>[]> items, other;
-};
-
 // Below this a merge sort is faster than clearing and scanning counters.
 constexpr int64_t kRadixSize = 256;
+
+// What one thread sorts with: two lists of a row's length, and the counters of each pass.
+template <class K>
+struct SortScratch {
+  static constexpr int kBits = sizeof(K) == 1 || sizeof(K) == 2 ? 8 : 11;
+  static constexpr int kPasses = (8 * static_cast<int>(sizeof(K)) + kBits - 1) / kBits;
+  using Counts = std::array<uint32_t, size_t{1} << kBits>;
+
+  explicit SortScratch(int64_t size)
+      : items(new Item<K>[static_cast<size_t>(size)]),
+        other(new Item<K>[static_cast<size_t>(size)]),
+        counts(size < kRadixSize ? nullptr : new Counts[kPasses]) {}
+  std::unique_ptr<Item<K>[]> items, other;
+  std::unique_ptr<Counts[]> counts;
+};
 
 // Sorts scratch.items by key, stably; the result lies in `items` again.
 template <class K>
@@ -65,20 +71,19 @@ void sort_items(SortScratch<K>& scratch, int64_t size) {
     std::sort(scratch.items.get(), scratch.items.get() + size);
     return;
   }
-  constexpr int kBits = sizeof(K) == 1 || sizeof(K) == 2 ? 8 : 11;
-  constexpr int kPasses = (8 * static_cast<int>(sizeof(K)) + kBits - 1) / kBits;
+  constexpr int kBits = SortScratch<K>::kBits, kPasses = SortScratch<K>::kPasses;
   constexpr uint32_t kMask = (1u << kBits) - 1;
-  static thread_local uint32_t counts[kPasses][size_t{1} << kBits];
-  std::memset(counts, 0, sizeof(counts));
+  const auto& counts = scratch.counts;
+  std::fill_n(counts.get(), kPasses, typename SortScratch<K>::Counts{});
   for (int64_t i = 0; i < size; ++i) {
     const K key = key_in<K>(scratch.items[static_cast<size_t>(i)]);
     for (int pass = 0; pass < kPasses; ++pass) {
-      ++counts[pass][static_cast<uint32_t>(key >> (pass * kBits)) & kMask];
+      ++counts[static_cast<size_t>(pass)][static_cast<uint32_t>(key >> (pass * kBits)) & kMask];
     }
   }
   for (int pass = 0; pass < kPasses; ++pass) {
     const int shift = pass * kBits;
-    uint32_t* count = counts[pass];
+    uint32_t* const count = counts[static_cast<size_t>(pass)].data();
     const Item<K>* from = scratch.items.get();
     const uint32_t digit = static_cast<uint32_t>(key_in<K>(from[0]) >> shift) & kMask;
     if (count[digit] == static_cast<uint64_t>(size)) continue;  // the same digit everywhere

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include <tessera/core/error.h>
+#include <tessera/core/thread.h>
 
 namespace tessera::distributed::mpi {
 namespace {
@@ -132,7 +133,7 @@ void Operation::finish(std::exception_ptr error) {
 
 std::shared_ptr<Progress> Progress::start(double timeout_seconds) {
   std::shared_ptr<Progress> progress(new Progress);
-  std::thread([progress] { progress->run(); }).detach();
+  Thread([progress] { progress->run(); }).detach();
   std::unique_lock lock(progress->mutex_);
   const bool in_time =
       progress->changed_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),

@@ -48,7 +48,7 @@ Library::~Library() {
 
 LibraryPtr Library::load() {
   static std::mutex mutex;
-  static LibraryPtr library;  // of the process, as the loader's handle is
+  static LibraryPtr& library = *new LibraryPtr;  // of the process, as the loader's handle is
   std::lock_guard lock(mutex);
   if (!library) {
     const char* path = std::getenv("TESSERA_NCCL");

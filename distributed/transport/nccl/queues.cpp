@@ -11,6 +11,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/gpu/transfers.h>
+#include <tessera/core/thread.h>
 #include <tessera/distributed/transport/rank_context.h>
 
 namespace tessera::distributed::nccl {
@@ -91,7 +92,7 @@ class GpuQueues : public DeviceQueues {
  public:
   explicit GpuQueues(const Device& device)
       : device_(device), watcher_(std::make_shared<Watcher>()) {
-    thread_ = std::thread([watcher = watcher_, index = device.index] { watcher->run(index); });
+    thread_ = Thread([watcher = watcher_, index = device.index] { watcher->run(index); });
   }
   ~GpuQueues() override {
     {
@@ -149,7 +150,7 @@ class GpuQueues : public DeviceQueues {
 
   const Device device_;
   const std::shared_ptr<Watcher> watcher_;
-  std::thread thread_;
+  Thread thread_;
   std::array<std::shared_ptr<gpu::StreamHandle>, kChannels> streams_;
 };
 
