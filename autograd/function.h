@@ -55,8 +55,8 @@ struct Function {
     return differentiable(
         op, {arguments...},
         [&](Inputs in) {
-          return [&]<size_t... I>(std::index_sequence<I...>) {
-            return Derived::forward(*context, in[I]...);
+          return [&]<size_t... kPlace>(std::index_sequence<kPlace...>) {
+            return Derived::forward(*context, in[kPlace]...);
           }
           (std::index_sequence_for<Tensors...>{});
         },

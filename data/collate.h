@@ -139,9 +139,9 @@ struct Collate<Example> {
 template <class T, size_t N>
 struct Collate<std::array<T, N>> {
   static auto batch(std::span<std::array<T, N>> examples) {
-    return [&]<size_t... I>(std::index_sequence<I...>) {
+    return [&]<size_t... kPlace>(std::index_sequence<kPlace...>) {
       return std::array<BatchOf<T>, N>{detail::collate_field<T>(
-          examples, [](std::array<T, N>& example) -> T& { return example[I]; })...};
+          examples, [](std::array<T, N>& example) -> T& { return example[kPlace]; })...};
     }
     (std::make_index_sequence<N>());
   }
@@ -160,9 +160,9 @@ struct Collate<std::pair<A, B>> {
 template <class... T>
 struct Collate<std::tuple<T...>> {
   static auto batch(std::span<std::tuple<T...>> examples) {
-    return [&]<size_t... I>(std::index_sequence<I...>) {
+    return [&]<size_t... kPlace>(std::index_sequence<kPlace...>) {
       return std::tuple<BatchOf<T>...>{detail::collate_field<T>(
-          examples, [](std::tuple<T...>& example) -> T& { return std::get<I>(example); })...};
+          examples, [](std::tuple<T...>& example) -> T& { return std::get<kPlace>(example); })...};
     }
     (std::index_sequence_for<T...>());
   }

@@ -405,15 +405,15 @@ namespace detail {
 
 // How a call with hooks keeps argument I: a copy that hooks may change, or a reference to the
 // caller's object where forward writes to it (a cache) or it cannot be copied.
-template <class Function, class Derived, class Args, size_t I, class Indices>
+template <class Function, class Derived, class Args, size_t kArg, class Indices>
 struct Held;
-template <class Function, class Derived, class... Args, size_t I, size_t... J>
-struct Held<Function, Derived, std::tuple<Args...>, I, std::index_sequence<J...>> {
-  using Arg = std::tuple_element_t<I, std::tuple<Args...>>;
+template <class Function, class Derived, class... Args, size_t kArg, size_t... J>
+struct Held<Function, Derived, std::tuple<Args...>, kArg, std::index_sequence<J...>> {
+  using Arg = std::tuple_element_t<kArg, std::tuple<Args...>>;
   using Value = std::remove_cvref_t<Arg>;
   static constexpr bool kCopy =
       std::is_constructible_v<Value, Arg> &&
-      std::is_invocable_v<Function, Derived&, std::conditional_t<I == J, const Value&, Args>...>;
+      std::is_invocable_v<Function, Derived&, std::conditional_t<kArg == J, const Value&, Args>...>;
   using type = std::conditional_t<kCopy, Value, Arg&&>;
 };
 
@@ -449,13 +449,13 @@ template <class Method>
 struct MethodArgs {};
 template <class Class, class Result, class... Args>
 struct MethodArgs<Result (Class::*)(Args...)> {
-  template <size_t I>
-  requires(I < sizeof...(Args)) using At = std::tuple_element_t<I, std::tuple<Args...>>;
+  template <size_t kArg>
+  requires(kArg < sizeof...(Args)) using At = std::tuple_element_t<kArg, std::tuple<Args...>>;
 };
 template <class Class, class Result, class... Args>
 struct MethodArgs<Result (Class::*)(Args...) const> : MethodArgs<Result (Class::*)(Args...)> {};
-template <class Derived, size_t I>
-using ForwardArg = typename MethodArgs<decltype(&Derived::forward)>::template At<I>;
+template <class Derived, size_t kArg>
+using ForwardArg = typename MethodArgs<decltype(&Derived::forward)>::template At<kArg>;
 
 // Most calls give one tensor to a module and get one: they are one function for all modules, where
 // a file that includes the layers would compile theirs for each.
@@ -601,11 +601,13 @@ class Module : public ModuleBase {
     }
   }
 
-  template <class Function, size_t... I, class... Args>
+  template <class Function, size_t... kArg, class... Args>
   static auto run_with_hooks(ModuleCall& call, Derived& self, Function& function,
-                             [[maybe_unused]] std::index_sequence<I...> indices, Args&&... args) {
+                             [[maybe_unused]] std::index_sequence<kArg...> indices,
+                             Args&&... args) {
     using Indices = decltype(indices);
-    std::tuple<typename detail::Held<Function, Derived, std::tuple<Args...>, I, Indices>::type...>
+    std::tuple<
+        typename detail::Held<Function, Derived, std::tuple<Args...>, kArg, Indices>::type...>
     held(std::forward<Args>(args)...);
     const auto collect = [](auto&... values) {
       std::vector<Tensor*> tensors;
@@ -635,11 +637,12 @@ class Module : public ModuleBase {
   }
 
   // The scope of a call that is recomputed from copies of its arguments.
-  template <class... Args, class Function, class... Values, size_t... I>
+  template <class... Args, class Function, class... Values, size_t... kArg>
   static CheckpointScope keep(const ModuleCall& call, const Derived& self, const Function& function,
-                              const std::tuple<Values...>& held, std::index_sequence<I...>) {
+                              const std::tuple<Values...>& held, std::index_sequence<kArg...>) {
     size_t argument = 0;
-    ((argument = argument != 0 ? argument : detail::borrowed<Values>(std::get<I>(held), I + 1)),
+    ((argument =
+          argument != 0 ? argument : detail::borrowed<Values>(std::get<kArg>(held), kArg + 1)),
      ...);
     if (argument != 0) detail::refuse_checkpoint(self, argument);
     if constexpr (((!std::is_reference_v<Values> && std::is_copy_constructible_v<Values>)&&...)) {
@@ -647,7 +650,7 @@ class Module : public ModuleBase {
         const auto defined = [&](Tensor& tensor) {
           if (tensor.defined()) visit(tensor);
         };
-        (nn::visit_tensors(std::get<I>(values), defined), ...);
+        (nn::visit_tensors(std::get<kArg>(values), defined), ...);
       };
       auto kept = std::make_shared<std::tuple<Values...>>(held);
       TensorList inputs;
@@ -657,7 +660,7 @@ class Module : public ModuleBase {
         std::tuple<Values...> values = *kept;
         size_t next = 0;
         each_tensor(values, [&](Tensor& tensor) { tensor = again[next++]; });
-        function(static_cast<Derived&>(module), static_cast<Args&&>(std::get<I>(values))...);
+        function(static_cast<Derived&>(module), static_cast<Args&&>(std::get<kArg>(values))...);
       });
     } else {
       detail::refuse_checkpoint(self, 0);

@@ -470,11 +470,15 @@ class Tensor {
 
 // ---- Indexing ----------------------------------------------------------------------------------
 
-// x[{None}]: a new dimension of size 1. Also an absent bound or number: Slice(None, 3).
+// x[{None}]: a new dimension of size 1. Also an absent bound or number: Slice(None, 3). X11 has a
+// macro of this name, which is 0: a file that includes it says NoneType(), or undefines the macro.
 struct NoneType {
   operator std::optional<int64_t>() const { return {}; }
 };
+#pragma push_macro("None")
+#undef None
 inline constexpr NoneType None;
+#pragma pop_macro("None")
 // x[{Ellipsis, 0}]: all dimensions that no other index is for.
 struct EllipsisType {};
 inline constexpr EllipsisType Ellipsis;
