@@ -41,14 +41,11 @@ class Parser {
   }
 
  private:
-  // LF or CRLF. A CR alone is an ordinary character.
-  bool at_line_end() const {
-    const char c = text_[position_];
-    return c == '\n' || (c == '\r' && position_ + 1 < text_.size() && text_[position_ + 1] == '\n');
-  }
+  // LF, CRLF, or a CR alone.
+  bool at_line_end() const { return text_[position_] == '\n' || text_[position_] == '\r'; }
   bool take_line_end() {
     if (!at_line_end()) return false;
-    position_ += text_[position_] == '\r' ? 2 : 1;
+    position_ += text_.substr(position_).starts_with("\r\n") ? 2 : 1;
     ++line_;
     return true;
   }

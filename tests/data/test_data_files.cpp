@@ -145,6 +145,22 @@ TEST(Csv, QuotesLineEndsAndDoubledMarksStandAsRfc4180Says) {
   EXPECT_EQ(table.integer(3, "id"), 4);
 }
 
+TEST(Csv, LinesEndWithLfCrlfOrCrAlone) {
+  for (const std::string end : {"\n", "\r\n", "\r"}) {
+    for (const bool quoting : {true, false}) {
+      const std::string text = "a,b" + end + "1,2" + end + "3,4";
+      for (const std::string& last : {std::string(), end}) {
+        const CsvTable table = parse_csv(text + last, "t", {.quoting = quoting});
+        ASSERT_EQ(table.num_rows(), 2);
+        EXPECT_EQ(table.cell(0, "b"), "2");
+        EXPECT_EQ(table.cell(1, "a"), "3");
+        EXPECT_EQ(table.line_of(1), 3);
+      }
+    }
+  }
+  EXPECT_EQ(parse_csv("a\r\"1\r2\"\r", "t").cell(0, "a"), "1\r2");
+}
+
 TEST(Csv, ATableOfOneColumnKeepsEmptyLines) {
   const CsvTable table = parse_csv("text\na\n\nb\n", "t");
   ASSERT_EQ(table.num_rows(), 3);
