@@ -589,6 +589,18 @@ class Module : public ModuleBase {
 
   template <class Function, class... Args>
   auto run(Function function, Args&&... args) const {
+    using Result = std::invoke_result_t<Function&, Derived&, Args...>;
+    if constexpr (!(detail::is_visible<Result> && ... && detail::is_visible<Args>)) {
+      detail::check_visible<sizeof(Derived) == 0>();
+      return function(const_cast<Derived&>(static_cast<const Derived&>(*this)),
+                      std::forward<Args>(args)...);
+    } else {
+      return run_visible(function, std::forward<Args>(args)...);
+    }
+  }
+
+  template <class Function, class... Args>
+  auto run_visible(Function& function, Args&&... args) const {
     Derived& self = const_cast<Derived&>(static_cast<const Derived&>(*this));
     ModuleCall call(self);
     try {

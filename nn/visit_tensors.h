@@ -37,6 +37,16 @@ struct AnyVisitor {
   void operator()(T&) const {}
 };
 
+namespace detail {
+template <bool kVisible>
+constexpr void check_visible() {
+  static_assert(kVisible,
+                "this struct passes through a module: give it a member "
+                "`void visit_tensors(auto&& visit) { visit(field)...; }`, empty if it holds "
+                "no tensors");
+}
+}  // namespace detail
+
 template <class T>
 struct VisitTensors {
   static constexpr bool kHasMember = requires(T & value, AnyVisitor visitor) {
@@ -46,10 +56,7 @@ struct VisitTensors {
     if constexpr (kHasMember) {
       value.visit_tensors(visitor);
     } else {
-      static_assert(!std::is_aggregate_v<T>,
-                    "this struct passes through a module: give it a member "
-                    "`void visit_tensors(auto&& visit) { visit(field)...; }`, empty if it holds "
-                    "no tensors");
+      detail::check_visible<!std::is_aggregate_v<T>>();
     }
   }
 };
@@ -71,6 +78,15 @@ struct FieldVisitor {
 template <class T>
 inline constexpr bool is_opaque =
     std::is_arithmetic_v<T> || std::is_enum_v<T> || std::is_pointer_v<T> || std::is_const_v<T>;
+// False for a struct without visit_tensors, given or returned by value or by reference: a call says
+// so before it comes to what it makes of its arguments. A reference to const that cannot be copied
+// is passed over.
+template <class T>
+inline constexpr bool is_visible = !(std::is_aggregate_v<std::remove_cvref_t<T>> &&
+                                     (std::is_copy_constructible_v<std::remove_cvref_t<T>> ||
+                                      !std::is_const_v<std::remove_reference_t<T>>)&&requires {
+                                       requires !VisitTensors<std::remove_cvref_t<T>>::kHasMember;
+                                     });
 }  // namespace detail
 
 template <class T>
