@@ -239,6 +239,14 @@ class Accelerator : public ProcessControl {
   // program may log it in every micro-batch.
   Tensor clip_grad_norm(const TensorList& parameters, double max_norm, double norm_type = 2);
   void clip_grad_value(const TensorList& parameters, double limit);
+  template <std::same_as<NamedTensors> Named>
+  Tensor clip_grad_norm(const Named& parameters, double max_norm, double norm_type = 2) {
+    return clip_grad_norm(tensors_of(parameters), max_norm, norm_type);
+  }
+  template <std::same_as<NamedTensors> Named>
+  void clip_grad_value(const Named& parameters, double limit) {
+    clip_grad_value(tensors_of(parameters), limit);
+  }
 
   // Ops in the scope compute as calls of prepared models do under mixed_precision, for what a
   // program computes outside of them; not `enabled`: in the dtypes of their arguments.

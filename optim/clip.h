@@ -1,8 +1,10 @@
 // Clipping of gradients, as torch.nn.utils.
 #pragma once
 
+#include <concepts>
 #include <vector>
 
+#include <tessera/core/state/state_dict.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera::optim {
@@ -42,5 +44,14 @@ Tensor clip_grad_norm(const TensorList& parameters, double max_norm,
                       const ClipOptions& options = {});
 // Clamps every element of every gradient to [-limit, limit]. gradient_scale: as above.
 void clip_grad_value(const TensorList& parameters, double limit, double gradient_scale = 1);
+// The same of parameters with names, as modules and nn::trainable_parameters() list them.
+template <std::same_as<NamedTensors> Named>
+Tensor clip_grad_norm(const Named& parameters, double max_norm, const ClipOptions& options = {}) {
+  return clip_grad_norm(tensors_of(parameters), max_norm, options);
+}
+template <std::same_as<NamedTensors> Named>
+void clip_grad_value(const Named& parameters, double limit, double gradient_scale = 1) {
+  clip_grad_value(tensors_of(parameters), limit, gradient_scale);
+}
 
 }  // namespace tessera::optim

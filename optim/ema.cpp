@@ -15,12 +15,6 @@ namespace {
 constexpr const char* kUpdates = "num_updates";
 constexpr const char* kPrefix = "average.";
 
-TensorList tensors_of(const NamedTensors& named) {
-  TensorList tensors;
-  for (const auto& [name, tensor] : named) tensors.push_back(tensor);
-  return tensors;
-}
-
 }  // namespace
 
 EMA::EMA(const NamedTensors& parameters, const EMAOptions& options)

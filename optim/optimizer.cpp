@@ -123,6 +123,11 @@ kernels::StateRounding Optimizer::rounding_of(const ParameterState& state) {
                                                       place.whole, place.offset)};
 }
 
+void Optimizer::check_may_grow() const {
+  TS_CHECK_AS(UnsupportedError, !gate_, type_name(),
+              "a group is added before prepare(), or before another set_step_gate()");
+}
+
 void Optimizer::check_parameters() const {
   const bool any =
       std::ranges::any_of(groups_, [](const Group& group) { return !group.named.empty(); });

@@ -221,6 +221,7 @@ class Optimizer {
 
   explicit Optimizer(std::string_view type_name);
   void add_group(const NamedTensors& parameters);
+  void check_may_grow() const;  // throws UnsupportedError where a gate decides about steps
   // When all groups are there. Throws ValueError where no group has a parameter.
   void check_parameters() const;
   // Throws ValueError for an option outside of its range, and with all of them where there is a
@@ -307,6 +308,19 @@ class TypedOptimizer : public Optimizer {
   }
   Options& options(size_t group = 0) { return options_.at(group); }
   const Options& options(size_t group = 0) const { return options_.at(group); }
+
+  // A group more, after those that are there: layers that are un-frozen later. A schedule goes on
+  // with the groups that it was made for. Throws as the constructor does, and UnsupportedError for an
+  // optimizer with a gate: what was prepared knows the parameters that it has.
+  void add_param_group(const ParameterGroup<Options>& group) {
+    check_may_grow();
+    try {
+      add(group.parameters, group.options);
+    } catch (...) {
+      options_.resize(num_groups());
+      throw;
+    }
+  }
 
   bool set_momentum(size_t group, double momentum) override {
     if constexpr (requires(Options & options) { options.betas; }) {

@@ -17,6 +17,13 @@ Tensor copy_elements(const Tensor& source) {
 
 }  // namespace
 
+TensorList tensors_of(const NamedTensors& named) {
+  TensorList tensors;
+  tensors.reserve(named.size());
+  for (const NamedTensor& one : named) tensors.push_back(one.tensor);
+  return tensors;
+}
+
 void StateDict::set(std::string_view name, const Tensor& tensor) {
   const auto [position, added] = positions_.try_emplace(std::string(name), entries_.size());
   if (added) {

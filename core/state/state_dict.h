@@ -18,6 +18,7 @@ struct NamedTensor {
   Tensor tensor;
 };
 using NamedTensors = std::vector<NamedTensor>;
+TensorList tensors_of(const NamedTensors& named);
 
 // name -> Tensor in the order of insertion. Tensors are handles: the dictionary of a live module
 // sees its later values; clone() takes a snapshot.
@@ -31,6 +32,7 @@ class StateDict {
   double scalar(std::string_view name) const;       // at(name) as a number
 
   size_t size() const { return entries_.size(); }
+  size_t count(std::string_view name) const { return contains(name) ? 1 : 0; }  // as a map has it
   bool empty() const { return entries_.empty(); }
   NamedTensors::const_iterator begin() const { return entries_.begin(); }
   NamedTensors::const_iterator end() const { return entries_.end(); }

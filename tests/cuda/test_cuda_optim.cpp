@@ -199,11 +199,6 @@ NamedTensors many_parameters(int count, const Shape& shape) {
   }
   return parameters;
 }
-TensorList tensors_of(const NamedTensors& parameters) {
-  TensorList tensors;
-  for (const auto& [name, tensor] : parameters) tensors.push_back(tensor);
-  return tensors;
-}
 
 TYPED_TEST(EveryCudaOptimizer, NeverMakesTheHostWait) {
   TS_NEEDS_EMULATION("counts waits of the host");

@@ -28,6 +28,7 @@ TEST(StateDict, KeepsTheOrderOfInsertionAndReplacesByName) {
   EXPECT_EQ(state.begin()->name, "b");
   EXPECT_EQ(state.scalar("b"), 3);
   EXPECT_EQ(state.find("c"), nullptr);
+  EXPECT_EQ(state.count("c"), 0u);
   EXPECT_THROW(state.at("c"), ValueError);
 }
 

@@ -15,6 +15,7 @@
 #include <tessera/core/profile/profiler.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
+#include <tessera/optim/schedule.h>
 
 #include "message_of.h"
 #include "optim/optim_fixture.h"
@@ -224,6 +225,25 @@ TEST(Optimizer, GroupsHaveOptionsOfTheirOwn) {
   EXPECT_EQ(values_of(parameters), (std::vector<double>{0.5, 1.5, 2.5, 3.5, -1.25, 0.25}));
   EXPECT_EQ(optimizer.lr(1), 0.25);
   EXPECT_EQ(optimizer.parameters().size(), 2u);
+}
+
+TEST(Optimizer, AGroupMayComeLater) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer({parameters[0]}, {.lr = 0.5});
+  StepSchedule schedule(optimizer, {.step_size = 1, .gamma = 0.5});
+  optimizer.add_param_group({{parameters[1]}, {.lr = 0.25}});
+  schedule.step();
+  EXPECT_EQ(optimizer.lr(0), 0.25);
+  EXPECT_EQ(optimizer.lr(1), 0.25) << "the schedule goes on with the groups it was made for";
+  for (const auto& one : parameters) one.tensor.set_grad(ones_like(one.tensor));
+  optimizer.step();
+  EXPECT_EQ(values_of(parameters), (std::vector<double>{0.75, 1.75, 2.75, 3.75, -1.25, 0.25}));
+  EXPECT_THROW(optimizer.add_param_group({{parameters[1]}, {.lr = 0.1}}), ValueError);
+  EXPECT_THROW(optimizer.add_param_group({{}, {.lr = -1}}), ValueError);
+  EXPECT_EQ(optimizer.num_groups(), 2u);
+  EXPECT_TRUE(optimizer.step()) << "what was refused left nothing behind";
+  optimizer.set_step_gate([] { return StepDecision{}; });
+  EXPECT_THROW(optimizer.add_param_group({{}, {.lr = 1}}), UnsupportedError);
 }
 
 TEST(Optimizer, AGateHoldsTheStepBackWithAReason) {
@@ -500,6 +520,14 @@ TEST(Clip, FoldedIntoTheStepItGivesTheSameParameters) {
   }
   const auto a = values_of(in_place), b = values_of(folded);
   for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-6);
+}
+
+TEST(Clip, TakesParametersWithTheirNames) {
+  const NamedTensors parameters = make_parameters();
+  for (const auto& one : parameters) one.tensor.set_grad(ones_like(one.tensor));
+  EXPECT_EQ(clip_grad_norm(parameters, 100).item(), std::sqrt(6.0));
+  clip_grad_value(parameters, 0.5);
+  EXPECT_EQ(parameters[1].tensor.grad().to_vector(), (std::vector<double>{0.5, 0.5}));
 }
 
 TEST(Clip, TellsOfNonFiniteGradients) {
