@@ -244,6 +244,11 @@ const Tensor& masked_fill_(const Tensor& x, const Tensor& mask, const Scalar& va
 [[nodiscard]] inline Tensor operator-(const Scalar& a, const Tensor& b) { return rsub(a, b); }
 [[nodiscard]] inline Tensor operator*(const Scalar& a, const Tensor& b) { return mul(b, a); }
 [[nodiscard]] inline Tensor operator/(const Scalar& a, const Tensor& b) { return rdiv(a, b); }
+// Python's %: the remainder has the divisor's sign.
+[[nodiscard]] inline Tensor operator%(const Tensor& a, const Tensor& b) { return remainder(a, b); }
+[[nodiscard]] inline Tensor operator%(const Tensor& a, const Scalar& b) { return remainder(a, b); }
+inline const Tensor& operator%=(const Tensor& a, const Tensor& b) { return a.remainder_(b); }
+inline const Tensor& operator%=(const Tensor& a, const Scalar& b) { return a.remainder_(b); }
 inline const Tensor& operator+=(const Tensor& a, const Tensor& b) { return add_(a, b); }
 inline const Tensor& operator-=(const Tensor& a, const Tensor& b) { return sub_(a, b); }
 inline const Tensor& operator*=(const Tensor& a, const Tensor& b) { return mul_(a, b); }
@@ -423,6 +428,9 @@ enum class Indexing { kIj, kXy };
                                        std::optional<int64_t> dim = {});
 [[nodiscard]] Tensor repeat_interleave(const Tensor& x, const Tensor& repeats,
                                        std::optional<int64_t> dim = {});
+// A diagonal of dimensions dim1 and dim2 as a last one: a view.
+[[nodiscard]] Tensor diagonal(const Tensor& x, int64_t offset = 0, int64_t dim1 = 0,
+                              int64_t dim2 = 1);
 // x's last dimension on a diagonal of new dimensions dim1 and dim2, zeros beside it.
 [[nodiscard]] Tensor diag_embed(const Tensor& x, int64_t offset = 0, int64_t dim1 = -2,
                                 int64_t dim2 = -1);
@@ -459,6 +467,9 @@ enum class ScatterReduce : int { kSum, kProd, kMean, kAmax, kAmin };
                                     bool include_self = true);
 [[nodiscard]] Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index,
                                const Tensor& source);
+// x with `value` in the lines that the index (of one dimension) names.
+[[nodiscard]] Tensor index_fill(const Tensor& x, int64_t dim, const Tensor& index,
+                                const Scalar& value);
 [[nodiscard]] Tensor masked_select(const Tensor& x, const Tensor& mask);  // 1-D
 [[nodiscard]] Tensor nonzero(const Tensor& x);                            // [count, dims] i64
 [[nodiscard]] Tensor tril(const Tensor& x, int64_t diagonal = 0);

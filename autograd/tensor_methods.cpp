@@ -178,6 +178,7 @@ std::vector<Tensor> Tensor::chunk(int64_t chunks, int64_t dim) const { return te
 std::vector<Tensor> Tensor::unbind(int64_t dim) const { return tessera::unbind(*this, dim); }
 Tensor Tensor::repeat_interleave(int64_t repeats, std::optional<int64_t> dim) const { return tessera::repeat_interleave(*this, repeats, dim); }
 Tensor Tensor::repeat_interleave(const Tensor& repeats, std::optional<int64_t> dim) const { return tessera::repeat_interleave(*this, repeats, dim); }
+Tensor Tensor::diagonal(int64_t offset, int64_t dim1, int64_t dim2) const { return tessera::diagonal(*this, offset, dim1, dim2); }
 Tensor Tensor::diag_embed(int64_t offset, int64_t dim1, int64_t dim2) const { return tessera::diag_embed(*this, offset, dim1, dim2); }
 Tensor Tensor::flip(const Shape& dims) const { return tessera::flip(*this, dims); }
 Tensor Tensor::roll(const Shape& shifts, const Shape& dims) const { return tessera::roll(*this, shifts, dims); }
@@ -307,6 +308,7 @@ Tensor Tensor::addmm(const Tensor& a, const Tensor& b, const Scalar& beta, const
 
 Tensor Tensor::index_select(int64_t dim, const Tensor& index) const { return tessera::index_select(*this, dim, index); }
 Tensor Tensor::index_add(int64_t dim, const Tensor& index, const Tensor& source) const { return tessera::index_add(*this, dim, index, source); }
+Tensor Tensor::index_fill(int64_t dim, const Tensor& index, const Scalar& value) const { return tessera::index_fill(*this, dim, index, value); }
 Tensor Tensor::gather(int64_t dim, const Tensor& index) const { return tessera::gather(*this, dim, index); }
 Tensor Tensor::scatter(int64_t dim, const Tensor& index, const Tensor& source) const { return tessera::scatter(*this, dim, index, source); }
 Tensor Tensor::scatter(int64_t dim, const Tensor& index, const Scalar& value) const { return tessera::scatter(*this, dim, index, value); }
@@ -408,6 +410,7 @@ const Tensor& Tensor::cumsum_(int64_t dim) const { return written("cumsum_", *th
 const Tensor& Tensor::cumprod_(int64_t dim) const { return written("cumprod_", *this, tessera::cumprod(kept(*this), dim)); }
 const Tensor& Tensor::addmm_(const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha) const { return written("addmm_", *this, tessera::addmm(kept(*this), a, b, beta, alpha)); }
 const Tensor& Tensor::index_add_(int64_t dim, const Tensor& index, const Tensor& source) const { return written("index_add_", *this, tessera::index_add(kept(*this), dim, index, source)); }
+const Tensor& Tensor::index_fill_(int64_t dim, const Tensor& index, const Scalar& value) const { return written("index_fill_", *this, tessera::index_fill(kept(*this), dim, index, value)); }
 const Tensor& Tensor::scatter_(int64_t dim, const Tensor& index, const Tensor& source) const { return written("scatter_", *this, tessera::scatter(kept(*this), dim, index, source)); }
 const Tensor& Tensor::scatter_add_(int64_t dim, const Tensor& index, const Tensor& source) const { return written("scatter_add_", *this, tessera::scatter_add(kept(*this), dim, index, source)); }
 const Tensor& Tensor::scatter_(int64_t dim, const Tensor& index, const Scalar& value) const { return written("scatter_", *this, tessera::scatter(kept(*this), dim, index, value)); }

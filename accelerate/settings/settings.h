@@ -86,6 +86,11 @@ enum class TransportChoice : uint8_t { kAuto, kShared, kTcp };
 
 namespace tessera {
 
+using accelerate::CommHook;
+using accelerate::CommWrapper;
+using accelerate::Sharding;
+using accelerate::StateDictType;
+
 // How the gradients of ranks come together; Accelerate's DistributedDataParallelKwargs. The
 // settings are called ddp_bucket_cap_mb and so on.
 struct DistributedDataParallelOptions {
@@ -94,8 +99,8 @@ struct DistributedDataParallelOptions {
   std::optional<bool> broadcast_buffers = {};
   std::optional<bool> gradient_as_bucket_view = {};
   std::optional<bool> init_sync = {};
-  std::optional<accelerate::CommHook> comm_hook = {};
-  std::optional<accelerate::CommWrapper> comm_wrapper = {};
+  std::optional<CommHook> comm_hook = {};
+  std::optional<CommWrapper> comm_wrapper = {};
   std::optional<int64_t> power_sgd_rank = {};
   std::optional<int64_t> power_sgd_start_step = {};  // torch's start_powerSGD_iter
 };
@@ -109,7 +114,7 @@ struct FullyShardedDataParallelOptions {
   std::optional<std::string> ignored_modules = {};     // a regular expression of dotted names
   std::optional<bool> activation_checkpointing = {};   // of units, in every mode
   std::optional<bool> cpu_ram_efficient_loading = {};  // rank 0 reads, or has memory, alone
-  std::optional<accelerate::StateDictType> state_dict_type = {};
+  std::optional<StateDictType> state_dict_type = {};
 };
 
 // What losses of fp16 are multiplied by; Accelerate's GradScalerKwargs. The settings are called
@@ -181,7 +186,7 @@ struct AcceleratorOptions {
   std::optional<bool> asynchronous_checkpoints = {};
 
   // What several ranks hold parts of: docs/sharding.md.
-  std::optional<accelerate::Sharding> sharding = {};
+  std::optional<Sharding> sharding = {};
   std::optional<bool> offload_parameters = {};  // of a GPU, to memory of the host
   std::optional<bool> offload_optimizer = {};   // gradients and states alone
   std::optional<int64_t> dp_replicate_size = {}, dp_shard_size = {};

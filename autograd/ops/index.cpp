@@ -127,6 +127,16 @@ Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor
   return add_at(x, x.shape(), d, index, source);
 }
 
+Tensor index_fill(const Tensor& x, int64_t dim, const Tensor& index, const Scalar& value) {
+  constexpr std::string_view kName = "index_fill";
+  TS_CHECK_SHAPE(index.dim() <= 1, kName, "index must have one dimension; got ", index);
+  const int d = wrap_dim(dim, x.dim(), kName);
+  if (x.dim() == 0) return scatter(x, 0, reshape(index, {}), value);
+  Shape line = Shape::filled(x.dim(), 1), places = x.shape();
+  line[d] = places[d] = index.numel();
+  return scatter(x, d, expand(reshape(index, line), places), value);
+}
+
 // ---- Elements along a dimension -----------------------------------------------------------------
 
 const Op kScatterAdd{.name = "scatter_add", .reads = {inputs(), inputs(), inputs(1)}};

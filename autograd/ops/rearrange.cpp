@@ -1,9 +1,12 @@
 // Ops that put elements elsewhere, made of those of shape.cpp and index.cpp: dimensions moved,
 // grids, diagonals, windows, and patches as columns.
+#include <algorithm>
+#include <cstdlib>
 #include <numeric>
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 
@@ -80,6 +83,41 @@ Tensor unfold_dim(const Tensor& x, int64_t dim, int64_t size, int64_t step) {
   shape[d] = windows;
   shape.insert(d + 1, size);
   return movedim(reshape(index_select(x, d, index), shape), {d + 1}, {-1});
+}
+
+const Op kDiagonal{.name = "diagonal", .view = true, .flops_per_element = 0};
+
+Tensor diagonal(const Tensor& x, int64_t offset, int64_t dim1, int64_t dim2) {
+  check_defined(kDiagonal, "x", x);
+  const int rows = wrap_dim(dim1, x.dim(), kDiagonal.name);
+  const int columns = wrap_dim(dim2, x.dim(), kDiagonal.name);
+  TS_CHECK_SHAPE(rows != columns, kDiagonal, "the two dimensions must differ; got ", dim1, " and ",
+                 dim2, " for ", x);
+  const int64_t row = std::max<int64_t>(-offset, 0), column = std::max<int64_t>(offset, 0);
+  const int64_t length =
+      std::max<int64_t>(std::min(x.size(rows) - row, x.size(columns) - column), 0);
+  return differentiable(
+      kDiagonal, {x},
+      [=](Inputs in) {
+        Shape shape, strides;
+        for (int d = 0; d < in[0].dim(); ++d) {
+          if (d == rows || d == columns) continue;
+          shape.push_back(in[0].size(d));
+          strides.push_back(in[0].stride(d));
+        }
+        shape.push_back(length);
+        strides.push_back(in[0].stride(rows) + in[0].stride(columns));
+        const int64_t first =
+            length > 0 ? row * in[0].stride(rows) + column * in[0].stride(columns) : 0;
+        return raw::as_strided(in[0], shape, strides, in[0].offset() + first);
+      },
+      [=](Grads dy, const Saved& s) {
+        const Shape& shape = s.input_shape(0);
+        const int64_t size = length + std::abs(offset);
+        const Tensor square = diag_embed(dy[0], offset);
+        return movedim(pad(square, {0, shape[columns] - size, 0, shape[rows] - size}), {-2, -1},
+                       {rows, columns});
+      });
 }
 
 Tensor diag_embed(const Tensor& x, int64_t offset, int64_t dim1, int64_t dim2) {

@@ -19,7 +19,15 @@ Tensor from_values(std::span<const Value> values, const Shape& shape, DType dtyp
   dispatch_all(dtype, "tensor", [&]<class Element>() {
     Element* out = result.data_as<Element>();
     for (size_t i = 0; i < values.size(); ++i) {
-      out[i] = store<Element>(static_cast<Compute<Element>>(values[i]));
+      if constexpr (!std::is_same_v<Value, Scalar>) {
+        out[i] = store<Element>(static_cast<Compute<Element>>(values[i]));
+      } else if constexpr (std::is_same_v<Element, bool>) {
+        out[i] = values[i].to_bool();
+      } else if constexpr (std::is_integral_v<Compute<Element>>) {
+        out[i] = store<Element>(static_cast<Compute<Element>>(values[i].to_int()));
+      } else {
+        out[i] = store<Element>(static_cast<Compute<Element>>(values[i].to_double()));
+      }
     }
   });
   return result;
@@ -109,9 +117,8 @@ Tensor from_blob(void* data, const Shape& shape, DType dtype, std::function<void
 
 }  // namespace raw
 
-Tensor tensor(std::initializer_list<double> values, DType dtype) {
-  return from_values<double>({values.begin(), values.size()}, {static_cast<int64_t>(values.size())},
-                             dtype);
+Tensor tensor(std::initializer_list<Scalar> values, const Shape& shape, DType dtype) {
+  return from_values<Scalar>({values.begin(), values.size()}, shape, dtype);
 }
 Tensor tensor(std::span<const double> values, const Shape& shape, DType dtype) {
   return from_values(values, shape, dtype);
@@ -124,6 +131,10 @@ Tensor tensor(std::span<const int64_t> values, const Shape& shape, DType dtype) 
 }
 Tensor tensor(std::span<const int32_t> values, const Shape& shape, DType dtype) {
   return from_values(values, shape, dtype);
+}
+Tensor tensor(const Scalar& value) {
+  const DType dtypes[] = {kBool, kI64, kF32};
+  return scalar_tensor(value, dtypes[static_cast<int>(value.kind())]);
 }
 Tensor scalar_tensor(const Scalar& value, DType dtype, const Device& device) {
   return raw::full({}, value, dtype, device);

@@ -2,8 +2,10 @@
 // the public creation functions of autograd/ops.h stand on these.
 #pragma once
 
+#include <concepts>
 #include <functional>
 #include <initializer_list>
+#include <ranges>
 #include <span>
 
 #include <tessera/core/kernels/copy/full.h>
@@ -37,12 +39,31 @@ Tensor from_blob(void* data, const Shape& shape, const Shape& strides, DType dty
 }  // namespace raw
 
 // The values, converted to the dtype: tensor({1, 2, 3}) has one dimension and is f32,
-// tensor(values, {2, 3}) copies a row-major list. Throws ShapeError where the numbers differ.
-Tensor tensor(std::initializer_list<double> values, DType dtype = kF32);
+// tensor({1, 2, 3, 4}, {2, 2}) and tensor(values, {2, 3}) are row-major lists, tensor(values) has
+// one dimension. Throws ShapeError where the numbers differ.
+Tensor tensor(std::initializer_list<Scalar> values, const Shape& shape, DType dtype = kF32);
 Tensor tensor(std::span<const double> values, const Shape& shape, DType dtype = kF32);
 Tensor tensor(std::span<const float> values, const Shape& shape, DType dtype = kF32);
 Tensor tensor(std::span<const int64_t> values, const Shape& shape, DType dtype = kI64);
 Tensor tensor(std::span<const int32_t> values, const Shape& shape, DType dtype = kI32);
+// Without a shape, with a dtype or none (a template, so that {} is a shape and no dtype): a list, or
+// a vector, array or span of the types above.
+template <std::same_as<DType>... MaybeDType>
+requires(sizeof...(MaybeDType) <= 1) Tensor
+    tensor(std::initializer_list<Scalar> values, MaybeDType... dtype) {
+  return tensor(values, Shape{static_cast<int64_t>(values.size())}, dtype...);
+}
+template <std::ranges::contiguous_range Values, std::same_as<DType>... MaybeDType>
+requires(sizeof...(MaybeDType) <= 1) Tensor tensor(const Values& values, MaybeDType... dtype) {
+  const std::span<const std::ranges::range_value_t<Values>> list(values);
+  return tensor(list, Shape{static_cast<int64_t>(list.size())}, dtype...);
+}
 Tensor scalar_tensor(const Scalar& value, DType dtype, const Device& device = kCpu);
+// One number has no dimensions: tensor(3.0) is f32, tensor(3) i64, tensor(true) bool.
+Tensor tensor(const Scalar& value);
+template <std::same_as<DType> OneDType>
+Tensor tensor(const Scalar& value, OneDType dtype) {
+  return scalar_tensor(value, dtype);
+}
 
 }  // namespace tessera

@@ -62,6 +62,7 @@ struct UniqueResult;
 enum class ScatterReduce;
 class TensorIndex;
 class IndexedTensor;
+class RowIterator;
 
 class Tensor {
  public:
@@ -172,6 +173,9 @@ class Tensor {
   [[nodiscard]] IndexedTensor operator[](const TensorIndex& index) const;
   [[nodiscard]] IndexedTensor operator[](std::initializer_list<TensorIndex> indices) const;
   [[nodiscard]] IndexedTensor index(std::initializer_list<TensorIndex> indices) const;
+  // for (const Tensor& row : x): x[0], x[1]..., views. ShapeError for a tensor without dimensions.
+  RowIterator begin() const;
+  RowIterator end() const;
   [[nodiscard]] Tensor index_put(std::initializer_list<TensorIndex> indices, const Tensor& values, bool accumulate = false) const;
   const Tensor& index_put_(std::initializer_list<TensorIndex> indices, const Tensor& values, bool accumulate = false) const;
   const Tensor& index_put_(std::initializer_list<TensorIndex> indices, const Scalar& value, bool accumulate = false) const;
@@ -209,6 +213,7 @@ class Tensor {
   [[nodiscard]] std::vector<Tensor> unbind(int64_t dim = 0) const;
   [[nodiscard]] Tensor repeat_interleave(int64_t repeats, std::optional<int64_t> dim = {}) const;
   [[nodiscard]] Tensor repeat_interleave(const Tensor& repeats, std::optional<int64_t> dim = {}) const;
+  [[nodiscard]] Tensor diagonal(int64_t offset = 0, int64_t dim1 = 0, int64_t dim2 = 1) const;
   [[nodiscard]] Tensor diag_embed(int64_t offset = 0, int64_t dim1 = -2, int64_t dim2 = -1) const;
   [[nodiscard]] Tensor flip(const Shape& dims) const;
   [[nodiscard]] Tensor roll(const Shape& shifts, const Shape& dims = {}) const;
@@ -343,6 +348,7 @@ class Tensor {
 
   [[nodiscard]] Tensor index_select(int64_t dim, const Tensor& index) const;
   [[nodiscard]] Tensor index_add(int64_t dim, const Tensor& index, const Tensor& source) const;
+  [[nodiscard]] Tensor index_fill(int64_t dim, const Tensor& index, const Scalar& value) const;
   [[nodiscard]] Tensor gather(int64_t dim, const Tensor& index) const;
   [[nodiscard]] Tensor scatter(int64_t dim, const Tensor& index, const Tensor& source) const;
   [[nodiscard]] Tensor scatter(int64_t dim, const Tensor& index, const Scalar& value) const;
@@ -444,6 +450,7 @@ class Tensor {
   const Tensor& cumprod_(int64_t dim) const;
   const Tensor& addmm_(const Tensor& a, const Tensor& b, const Scalar& beta = 1, const Scalar& alpha = 1) const;
   const Tensor& index_add_(int64_t dim, const Tensor& index, const Tensor& source) const;
+  const Tensor& index_fill_(int64_t dim, const Tensor& index, const Scalar& value) const;
   const Tensor& scatter_(int64_t dim, const Tensor& index, const Tensor& source) const;
   const Tensor& scatter_add_(int64_t dim, const Tensor& index, const Tensor& source) const;
   const Tensor& scatter_(int64_t dim, const Tensor& index, const Scalar& value) const;
@@ -467,6 +474,27 @@ class Tensor {
 
   TensorImpl* impl_;
 };
+
+// What a loop over a tensor stands at: a row of dimension 0.
+class RowIterator {
+ public:
+  RowIterator(const Tensor& x, int64_t row) : x_(x), row_(row) {}
+  Tensor operator*() const { return x_.select(0, row_); }
+  RowIterator& operator++() {
+    ++row_;
+    return *this;
+  }
+  bool operator==(const RowIterator& other) const { return row_ == other.row_; }
+
+ private:
+  Tensor x_;
+  int64_t row_;
+};
+inline RowIterator Tensor::begin() const {
+  TS_CHECK_SHAPE(dim() > 0, "tensor", "a tensor without dimensions has no rows; got ", *this);
+  return {*this, 0};
+}
+inline RowIterator Tensor::end() const { return {*this, size(0)}; }
 
 // ---- Indexing ----------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ class NoThreads {
 
 struct Numbers : data::Dataset<Tensor> {
   int64_t size() const override { return 8; }
-  Tensor get(int64_t index) const override { return scalar_tensor(index, kF32); }
+  Tensor get(int64_t index) const override { return tensor(static_cast<double>(index)); }
 };
 
 TEST(Threads, ThatCannotStartAreAnErrorAndTheNextCallGoesOn) {

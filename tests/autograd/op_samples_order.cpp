@@ -233,6 +233,16 @@ std::vector<OpRow> rearrange_rows() {
                    {{normal({2, 3, 4})}, R"({"source": [0, 1], "destination": [2, 0]})"},
                    {{normal({})}, R"({"source": 0, "destination": 0})"}},
        .records = {""}},
+      {.name = "diagonal",
+       .parameters = "input",
+       .call = [](const Args& in, Attrs& a) -> Result {
+         return diagonal(in[0], a.integer("offset", 0), a.integer("dim1", 0), a.integer("dim2", 1));
+       },
+       .samples = {{{normal({3, 4})}},
+                   {{normal({4, 3})}, R"({"offset": -2})"},
+                   {{normal({2, 3, 4})}, R"({"offset": 1, "dim1": 2, "dim2": 0})"},
+                   {{normal({2, 3})}, R"({"offset": 5})"}},
+       .records = {"diagonal"}},
       {.name = "diag_embed",
        .parameters = "input",
        .call = [](const Args& in, Attrs& a) -> Result {

@@ -249,6 +249,15 @@ std::vector<OpRow> index_rows() {
        },
        .samples = {{{normal({5, 3}), integers(5, {7}), normal({7, 3})}, R"({"dim": 0})", 7}},
        .sums = true},
+      {.name = "index_fill",
+       .parameters = "input, index",
+       .call = [](const Args& in, Attrs& a) -> Result {
+         return index_fill(in[0], a.integer("dim"), in[1], a.scalar("value"));
+       },
+       .samples = {{{normal({5, 3}), integers(5, {2})}, R"({"dim": 0, "value": 1.5})"},
+                   {{normal({2, 3, 4}), integers(3, {4})}, R"({"dim": -2, "value": -1})"},
+                   {{normal({}), integers(1, {1})}, R"({"dim": 0, "value": 2})"}},
+       .records = {"scatter"}},
       {.name = "index",
        .parameters = "input, indices*",
        .call = [](const Args& in, Attrs&) -> Result { return index(in[0], in.list()); },

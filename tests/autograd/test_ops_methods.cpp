@@ -173,6 +173,7 @@ TEST(TensorMethods, OfProductsAndIndicesAreTheFunctions) {
   expect_same(x.mm(y.t()), matmul(x, y.t()), "mm"), expect_same(x.mv(row), matmul(x, row), "mv");
   EXPECT_THROW(x.mm(row), ShapeError);
   EXPECT_THROW(x.mv(y.t()), ShapeError);
+  SAME(x, index_fill, 0, rows, 9), SAME(x, diagonal, 1);
   SAME(x, index_select, 0, rows), SAME(x, index_add, 0, rows, y), SAME(x, gather, 0, places());
   SAME(x, scatter, 0, places(), y), SAME(x, scatter, 0, places(), 9), SAME(x, nonzero);
   SAME(x, scatter_add, 0, places(), y),
@@ -312,6 +313,7 @@ TEST(TensorMethods, InPlaceWithoutAKernelAreTheFunctionsToo) {
   SAME_MADE(x.matmul(y.t()), addmm, x, y.t(), 2, 3);
   const Tensor rows = tensor({1, 0}, kI64);
   SAME_MADE(x, index_add, 0, rows, y);
+  SAME_MADE(x, index_fill, 0, rows, 9);
   SAME_MADE(x, scatter, 0, places(), y);
   SAME_MADE(x, scatter, 0, places(), 9);
   SAME_MADE(x, scatter_add, 0, places(), y);
@@ -322,6 +324,44 @@ TEST(TensorMethods, InPlaceWithoutAKernelAreTheFunctionsToo) {
   z.square_().log_();
   z.sum().backward();
   EXPECT_EQ(leaf.grad().to_vector(), (std::vector<double>{4, 1}));  // 2 / x
+}
+
+TEST(TensorMethods, ALoopOverATensorGivesItsRows) {
+  const Tensor x = tensor({1, 2, 3, 4, 5, 6}, {3, 2}).requires_grad_();
+  std::vector<double> sums;
+  Tensor total = tensor({0, 0});
+  for (const Tensor& row : x) {
+    sums.push_back(row.sum().item());
+    total = total + row * row;
+  }
+  EXPECT_EQ(sums, (std::vector<double>{3, 7, 11}));
+  total.sum().backward();
+  EXPECT_EQ(x.grad().to_vector(), (std::vector<double>{2, 4, 6, 8, 10, 12}));
+  const Tensor y = zeros({2, 2});
+  for (const Tensor& row : y) row.fill_(1);  // views
+  EXPECT_EQ(y.sum().item(), 4);
+  for (const Tensor& row : zeros({0, 2})) ADD_FAILURE() << row;
+  const auto loop = [] {
+    for (const Tensor& row : tensor(1.0)) ADD_FAILURE() << row;
+  };
+  EXPECT_THROW(loop(), ShapeError);
+}
+
+TEST(TensorMethods, PercentIsPythonsRemainder) {
+  Tensor x = tensor({-7, 7}, kI64);
+  EXPECT_EQ((x % 5).to_vector(), (std::vector<double>{3, 2}));
+  EXPECT_EQ((x % tensor({5, -5}, kI64)).to_vector(), (std::vector<double>{3, -3}));
+  x %= 4;
+  EXPECT_EQ(x.to_vector(), (std::vector<double>{1, 3}));
+}
+
+TEST(TensorMethods, ADiagonalIsAView) {
+  const Tensor x = zeros({2, 3, 4});
+  x.diagonal(1, 2, 0).fill_(1);  // x[i + ...]: rows are dimension 2, columns dimension 0
+  EXPECT_EQ(x.sum().item(), 3);
+  EXPECT_EQ((x[{1, 2, 0}].item()), 1);
+  EXPECT_EQ(x.diagonal(9).numel(), 0);
+  EXPECT_THROW(x.diagonal(0, 1, 1), ShapeError);
 }
 
 TEST(TensorMethods, MakeTensorsOfThisKind) {

@@ -4,10 +4,12 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -256,6 +258,27 @@ TEST(Tensor, UndefinedTensorsExplainThemselves) {
   EXPECT_THROW(Tensor().shape(), ValueError);
   EXPECT_EQ(Tensor().describe(), "undefined");
   EXPECT_THROW(raw::empty({2}, kF32, kMeta).to_vector(), DeviceError);
+}
+
+TEST(Tensor, IsMadeOfNumbersListsAndVectors) {
+  const int64_t k = 3;
+  const std::vector<float> floats = {1, 2};
+  const std::array<double, 2> doubles = {1, 2};
+  EXPECT_EQ(tensor(3.0).describe(), "f32[] cpu");
+  EXPECT_EQ(tensor(3).describe(), "i64[] cpu");
+  EXPECT_EQ(tensor(true).describe(), "bool[] cpu");
+  EXPECT_EQ(tensor(k, kBF16).describe(), "bf16[] cpu");
+  EXPECT_EQ(tensor({k}, {1, 1}).describe(), "f32[1, 1] cpu");
+  EXPECT_EQ(tensor({k, 2}).to_vector(), (std::vector<double>{3, 2}));
+  EXPECT_EQ(tensor({1.5}, {}).describe(), "f32[] cpu");
+  EXPECT_EQ(tensor({0.5, 0.0}, kBool).to_vector(), (std::vector<double>{1, 0}));
+  EXPECT_EQ(tensor({INT64_MAX}, kI64).item<int64_t>(), INT64_MAX);
+  EXPECT_EQ(tensor(floats).describe(), "f32[2] cpu");
+  EXPECT_EQ(tensor(doubles, kF64).describe(), "f64[2] cpu");
+  EXPECT_EQ(tensor(std::vector<int64_t>{1, 2}).describe(), "i64[2] cpu");
+  EXPECT_EQ(tensor(std::vector<int32_t>{}).describe(), "i32[0] cpu");
+  EXPECT_EQ(tensor(std::span(floats)).to_vector(), (std::vector<double>{1, 2}));
+  EXPECT_THROW(tensor({k}, {2}), ShapeError);
 }
 
 TEST(Tensor, ItemsAreOfOneElement) {
