@@ -54,7 +54,8 @@ struct Late {
 double saved(const std::string& path) { return load_safetensors(path).at("value").item(); }
 
 std::string fresh(const std::string& name) {
-  const std::string path = testing::TempDir() + "test_embedded-" + std::to_string(::getpid()) + "-" + name;
+  const std::string path =
+      testing::TempDir() + "test_embedded-" + std::to_string(::getpid()) + "-" + name;
   ::unlink(path.c_str());
   return path;
 }
@@ -62,20 +63,22 @@ std::string fresh(const std::string& name) {
 TEST(AfterMain, DestructorsOfStaticObjectsAndFunctionsOfAtexitComputeAndSave) {
   static std::string at_exit, of_static, of_thread;
   at_exit = fresh("atexit"), of_static = fresh("static"), of_thread = fresh("thread_local");
-  const double value = expected();
   EXPECT_EXIT(
       {
         ::alarm(60);
         std::atexit([] { Late late(at_exit); });
         static Late object(of_static);
         thread_local Late own(of_thread);
-        step();  // begins the context and the workers, which the objects above outlive
+        step();  // begins what the objects above outlive: the context, workers, oneDNN
         std::exit(0);
       },
       testing::ExitedWithCode(0), "");
-  EXPECT_EQ(saved(at_exit), value);
-  EXPECT_EQ(saved(of_static), value);
-  EXPECT_EQ(saved(of_thread), value);
+  const double value = expected();  // here: the child begins before its first product
+  // Products of f32 are rounded by another engine then, see gemm_cpu.cpp.
+  const double bound = 1e-5 * 64 * 256;
+  EXPECT_NEAR(saved(at_exit), value, bound);
+  EXPECT_NEAR(saved(of_static), value, bound);
+  EXPECT_NEAR(saved(of_thread), value, bound);
 }
 
 TEST(AfterMain, AThreadsOwnObjectsComputeInTheirDestructors) {
@@ -169,15 +172,16 @@ TEST(Fork, ALoopOverALoaderThatBeganInTheParentIsRefusedInTheChild) {
   const Numbers numbers;
   data::DataLoader loader(numbers, {.batch_size = 2, .workers = 2});
   auto batch = loader.begin();
-  EXPECT_EQ(code_of_child([&] {
-              const std::string message = message_of([&] { ++batch; });
-              int64_t count = 0;
-              for (auto& own : loader) count += own.numel();  // one of the child's own
-              return message.find("DataLoader: its workers are of the process that called fork()") !=
-                         message.npos &&
-                     count == 8;
-            }),
-            0);
+  EXPECT_EQ(
+      code_of_child([&] {
+        const std::string message = message_of([&] { ++batch; });
+        int64_t count = 0;
+        for (auto& own : loader) count += own.numel();  // one of the child's own
+        return message.find("DataLoader: its workers are of the process that called fork()") !=
+                   message.npos &&
+               count == 8;
+      }),
+      0);
 }
 
 // ---- Locale ------------------------------------------------------------------------------------

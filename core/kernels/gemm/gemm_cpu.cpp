@@ -1,10 +1,13 @@
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 
 #if defined(TESSERA_WITH_ONEDNN)
 #include <dnnl.h>
 #include <omp.h>
+#include <unistd.h>
 #endif
 
 #include <tessera/core/block_signals.h>
@@ -97,6 +100,26 @@ bool beats_sgemm(const Gemm& p, Isa isa, const SgemmView& a) {
   return isa == Isa::kAmx;
 }
 
+// exit() destroys oneDNN's kernels, which are static objects of the first product, before static
+// objects of the program that are older: their destructors multiply by our own engine ([Note: after
+// main]). It ends the main thread's own objects first; the function of atexit() is for
+// programs whose main thread never multiplied.
+std::atomic<bool> sgemm_is_gone = false;
+struct MainThread {
+  ~MainThread() {
+    if (::gettid() == ::getpid()) sgemm_is_gone = true;
+  }
+};
+bool has_sgemm() {
+  thread_local const MainThread of_this_thread;
+  static_cast<void>(of_this_thread);
+  return !sgemm_is_gone.load(std::memory_order_relaxed);
+}
+void tell_end_of_sgemm() {
+  static const int told = std::atexit([] { sgemm_is_gone = true; });
+  static_cast<void>(told);
+}
+
 // TESSERA_ISA holds for the library's kernels too, which must not have been chosen before.
 void keep_library_to_isa() {
   static const bool kept = [] {
@@ -141,8 +164,8 @@ void gemm_floating(const Gemm& p) {
   bool use_sgemm = false;
 #if defined(TESSERA_WITH_ONEDNN)
   const SgemmView view_a(p.a, p.m, p.k), view_b(p.b, p.k, p.n);
-  use_sgemm =
-      p.dtype == kF32 && view_a.leading > 0 && view_b.leading > 0 && !beats_sgemm(p, isa, view_a);
+  use_sgemm = p.dtype == kF32 && view_a.leading > 0 && view_b.leading > 0 &&
+              !beats_sgemm(p, isa, view_a) && has_sgemm();
   if (use_sgemm) keep_library_to_isa();
 #endif
   // sgemm cuts columns by itself.
@@ -237,6 +260,9 @@ void gemm_floating(const Gemm& p) {
       }
     }
   });
+#if defined(TESSERA_WITH_ONEDNN)
+  if (use_sgemm) tell_end_of_sgemm();
+#endif
 }
 
 // Cut along K into parts whose sums are then added, in order: of a product with a small C and a
