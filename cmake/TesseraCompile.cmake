@@ -1,10 +1,18 @@
 # How everything is compiled: C++20, warnings, x86-64-v3 baseline, sanitizers. CMAKE_COMPILE_WARNING_AS_ERROR
-# makes errors of warnings: the presets have it on.
+# makes errors of warnings: the presets have it on. All of it is of this folder and those below: a project that
+# adds it by add_subdirectory() keeps its own.
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
-if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+if(NOT PROJECT_IS_TOP_LEVEL)
+  # Warnings that the project asks for are about its own code; with -Werror they would end its build.
+  set(CMAKE_COMPILE_WARNING_AS_ERROR OFF)
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-w>)
+  if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)  # kernels that nobody optimises take 10 times as long
+    add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-O2>)
+  endif()
+elseif(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
 endif()
 # Checks with consequences are TS_CHECK, never assert: NDEBUG changes no behaviour.

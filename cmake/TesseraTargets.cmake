@@ -1,6 +1,6 @@
 # One target for each floor. Headers are included as <tessera/core/tensor/tensor.h>, in the tree as after
 # installation, through a folder of links; tests/test_layering guards the direction of includes.
-set(TESSERA_INCLUDE_DIR ${CMAKE_BINARY_DIR}/include)
+set(TESSERA_INCLUDE_DIR ${PROJECT_BINARY_DIR}/include)
 set(TESSERA_FLOORS core autograd nn optim precision distributed data accelerate)
 file(MAKE_DIRECTORY ${TESSERA_INCLUDE_DIR}/tessera)
 foreach(floor IN LISTS TESSERA_FLOORS)
@@ -18,6 +18,9 @@ function(tessera_library name)
     UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 16)
   target_link_libraries(tessera_${name} PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC ${arg_DEPENDS})
   target_compile_features(tessera_${name} PUBLIC cxx_std_20)
+  if(NOT PROJECT_IS_TOP_LEVEL)  # the project's warnings are not about these headers
+    set_target_properties(tessera_${name} PROPERTIES SYSTEM ON)
+  endif()
   if(TESSERA_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # A batch is one file to the compiler: it takes private classes for headers'.
     target_compile_options(tessera_${name} PRIVATE -Wno-subobject-linkage)
@@ -186,9 +189,9 @@ if(proto_files)
   target_link_libraries(tessera_protos PUBLIC protobuf::libprotobuf-lite)
   set_target_properties(tessera_protos PROPERTIES POSITION_INDEPENDENT_CODE ON)
   protobuf_generate(TARGET tessera_protos IMPORT_DIRS ${CMAKE_CURRENT_SOURCE_DIR}
-    PROTOC_OUT_DIR ${CMAKE_BINARY_DIR}/generated)
-  target_include_directories(tessera_protos SYSTEM PUBLIC ${CMAKE_BINARY_DIR}/generated)
-  target_include_directories(tessera_accelerate SYSTEM PRIVATE ${CMAKE_BINARY_DIR}/generated)
+    PROTOC_OUT_DIR ${PROJECT_BINARY_DIR}/generated)
+  target_include_directories(tessera_protos SYSTEM PUBLIC ${PROJECT_BINARY_DIR}/generated)
+  target_include_directories(tessera_accelerate SYSTEM PRIVATE ${PROJECT_BINARY_DIR}/generated)
   target_sources(tessera_accelerate PRIVATE $<TARGET_OBJECTS:tessera_protos>)
   add_dependencies(tessera_accelerate tessera_protos)
 endif()
@@ -205,7 +208,7 @@ if(TESSERA_BUILD_CLI)
     add_executable(tessera_cli ${cli_sources})
     set_target_properties(tessera_cli PROPERTIES OUTPUT_NAME tessera
       UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 4
-      RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+      RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
     target_link_libraries(tessera_cli PRIVATE tessera_compile tessera_accelerate CLI11::CLI11
       nlohmann_json::nlohmann_json ${CMAKE_DL_LIBS})
     # It reads flags and starts programs: half the time to compile CLI11, none to notice.
