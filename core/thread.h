@@ -20,7 +20,7 @@ class Thread {
  public:
   Thread() = default;
   explicit Thread(std::function<void()> run);  // throws IoError
-  ~Thread() { abandon(); }                     // std::terminate where it is joinable, as std::thread
+  ~Thread() { abandon(); }  // std::terminate where it is joinable, as std::thread
   Thread(Thread&&) = default;
   Thread& operator=(Thread&& other) noexcept {
     abandon();
