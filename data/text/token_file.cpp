@@ -1,5 +1,6 @@
 #include <tessera/data/text/token_file.h>
 
+#include <sys/stat.h>
 #include <zlib.h>
 
 #include <bit>
@@ -75,18 +76,38 @@ TokenArray TokenArray::parse(std::span<const std::byte> bytes, std::string_view 
   return tokens;
 }
 
-TokenArray TokenArray::open(const std::string& path, const OpenOptions& options) {
+struct TokenArray::Source {
   // Windows lie anywhere in the file: read-ahead would fetch what nobody asks for.
-  auto file = std::make_shared<const MappedFile>(path, FileAccess::kRandom);
-  TokenArray tokens = parse(file->bytes(), path, options.verify);
-  tokens.owner_ = std::move(file);
+  explicit Source(const std::string& path) : file(path, FileAccess::kRandom) {
+    ::stat(path.c_str(), &status);
+  }
+  // A file that was renamed to the path is another one, and the mapped one whole.
+  void check_length() const {
+    struct ::stat now = {};
+    const bool shorter = ::stat(file.path().c_str(), &now) == 0 && now.st_dev == status.st_dev &&
+                         now.st_ino == status.st_ino &&
+                         static_cast<size_t>(now.st_size) < file.size();
+    TS_CHECK_AS(FormatError, !shorter, "TokenArray", "'", file.path(), "' had ", file.size(),
+                " bytes when it was opened and has ", now.st_size,
+                " now; write files beside the old one and rename them");
+  }
+  MappedFile file;
+  struct ::stat status = {};
+};
+
+TokenArray TokenArray::open(const std::string& path, const OpenOptions& options) {
+  auto source = std::make_shared<const Source>(path);
+  TokenArray tokens = parse(source->file.bytes(), path, options.verify);
+  tokens.source_ = source.get();
+  tokens.owner_ = std::move(source);
   return tokens;
 }
 
 TokenArray TokenArray::open_raw(const std::string& path, int width) {
   TS_CHECK(width == 2 || width == 4, "TokenArray", "the width of a raw id must be 2 or 4; got ",
            width, ".");
-  auto file = std::make_shared<const MappedFile>(path, FileAccess::kRandom);
+  auto source = std::make_shared<const Source>(path);
+  const MappedFile* const file = &source->file;
   TS_CHECK_AS(FormatError, file->size() % static_cast<size_t>(width) == 0, "TokenArray",
               "a file of bare ids has a length that is a multiple of ", width, "; '", path,
               "' has ", file->size(), " bytes; check the width or get the whole file.");
@@ -94,7 +115,8 @@ TokenArray TokenArray::open_raw(const std::string& path, int width) {
   tokens.data_ = file->bytes().data();
   tokens.size_ = static_cast<int64_t>(file->size()) / width;
   tokens.width_ = width;
-  tokens.owner_ = std::move(file);
+  tokens.source_ = source.get();
+  tokens.owner_ = std::move(source);
   return tokens;
 }
 
@@ -120,6 +142,7 @@ void TokenArray::copy(int64_t begin, int64_t count, int64_t* out) const {
   TS_CHECK_INDEX(begin >= 0 && count >= 0 && begin <= size_ && count <= size_ - begin, "TokenArray",
                  "ids [", begin, ", ", begin, " + ", count, ") are outside the ", size_,
                  " ids that there are.");
+  if (source_ != nullptr) source_->check_length();
   if (width_ == 2) {
     const uint16_t* ids = static_cast<const uint16_t*>(data_) + begin;
     for (int64_t i = 0; i < count; ++i) out[i] = ids[i];

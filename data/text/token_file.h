@@ -60,14 +60,18 @@ class TokenArray {
     return width_ == 2 ? static_cast<const uint16_t*>(data_)[index]
                        : static_cast<TokenId>(static_cast<const uint32_t*>(data_)[index]);
   }
-  // ids [begin, begin + count) as i64. IndexError outside the array.
+  // ids [begin, begin + count) as i64. IndexError outside the array; FormatError where somebody has
+  // shortened the file meanwhile, whose end is no memory any more (operator[] would end the process).
   void copy(int64_t begin, int64_t count, int64_t* out) const;
 
   // ids [begin, end) over the same bytes: the parts for training and validation. IndexError.
   TokenArray slice(int64_t begin, int64_t end) const;
 
  private:
+  struct Source;  // the file, where there is one
+
   std::shared_ptr<const void> owner_;
+  const Source* source_ = nullptr;  // in owner_
   const void* data_ = nullptr;
   int64_t size_ = 0;
   int64_t vocab_size_ = 0;

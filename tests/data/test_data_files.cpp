@@ -557,6 +557,27 @@ TEST(Idx, DamageIsAFormatErrorWithFileAndPlace) {
 
 // ---- Token files --------------------------------------------------------------------------------
 
+TEST_F(TokenFiles, AFileThatIsShortenedMeanwhileIsAnErrorAndOneThatIsReplacedIsNot) {
+  const auto write = [&](const std::string& name, int count) {
+    TokenFileWriter writer(path(name), 256);
+    writer.append(std::vector<TokenId>(static_cast<size_t>(count), 7));
+    writer.commit();
+  };
+  write("shortened.tokens", 10000);
+  const TokenArray tokens = TokenArray::open(path("shortened.tokens"));
+  write("shortened.tokens", 10);  // another file of that name
+  int64_t id = 0;
+  tokens.copy(9999, 1, &id);
+  EXPECT_EQ(id, 7);
+  const TokenArray both[] = {TokenArray::open(path("shortened.tokens")),
+                             TokenArray::open_raw(path("shortened.tokens")).slice(1, 5)};
+  fs::resize_file(path("shortened.tokens"), 20);
+  for (const TokenArray& one : both) {
+    const std::string message = message_of<FormatError>([&] { one.copy(0, 1, &id); });
+    EXPECT_TRUE(mentions(message, "had 84 bytes when it was opened and has 20 now")) << message;
+  }
+}
+
 TEST_F(TokenFiles, WhatIsWrittenIsRead) {
   for (const int64_t vocab_size :
        {int64_t{256}, int64_t{50257}, int64_t{65536}, int64_t{65537}, int64_t{0}}) {
