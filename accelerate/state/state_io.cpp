@@ -1,16 +1,15 @@
 #include <tessera/accelerate/state/state_io.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include <tessera/accelerate/state/model_io.h>
+#include <tessera/accelerate/state/numbered_checkpoints.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
@@ -29,31 +28,8 @@ namespace fs = std::filesystem;
 using distributed::CheckpointReader;
 using distributed::SaveItem;
 
-constexpr std::string_view kNamePrefix = "checkpoint_";
 constexpr std::string_view kKind = "training-state";
 constexpr std::string_view kTiedPrefix = "tied:";
-
-std::string checkpoints_folder(const std::string& project_dir) {
-  return (fs::path(project_dir) / "checkpoints").string();
-}
-std::string numbered_folder(const std::string& project_dir, int64_t number) {
-  return (fs::path(checkpoints_folder(project_dir)) /
-          (std::string(kNamePrefix) + std::to_string(number)))
-      .string();
-}
-
-// "checkpoint_12" -> 12; nothing for any other spelling.
-std::optional<int64_t> number_of(std::string_view name) {
-  if (!name.starts_with(kNamePrefix)) return std::nullopt;
-  name.remove_prefix(kNamePrefix.size());
-  if (name.empty() || name.size() > 18 || (name.size() > 1 && name[0] == '0')) return std::nullopt;
-  int64_t number = 0;
-  for (const char c : name) {
-    if (c < '0' || c > '9') return std::nullopt;
-    number = number * 10 + (c - '0');
-  }
-  return number;
-}
 
 std::string numbered(std::string_view kind, size_t index) {
   return std::string(kind) + "." + std::to_string(index) + ".";
@@ -199,20 +175,6 @@ MapLocation parse_map_location(std::string_view text) {
            "; give one of them.");
 }
 
-std::vector<NumberedCheckpoint> list_checkpoints(const std::string& project_dir) {
-  std::vector<NumberedCheckpoint> found;
-  std::error_code error;
-  const std::string folder = checkpoints_folder(project_dir);
-  for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
-       entry.increment(error)) {
-    const auto number = number_of(entry->path().filename().string());
-    std::error_code status;
-    if (number && entry->is_directory(status)) found.push_back({*number, entry->path().string()});
-  }
-  std::ranges::sort(found, {}, &NumberedCheckpoint::number);
-  return found;
-}
-
 RunRequest should_checkpoint(distributed::Group& group) {
   RunRequest request = requested();
   if (group.size() > 1) {
@@ -237,8 +199,7 @@ struct StateIo::State {
   std::map<int64_t, SaveStateHook> save_hooks;
   std::map<int64_t, LoadStateHook> load_hooks;
   int64_t next_hook = 0;
-  // Rank 0: of folders that this object has saved or looked at. Used by the thread that saves.
-  std::map<int64_t, std::optional<double>> metrics;
+  NumberedCheckpoints checkpoints{options};  // rank 0's; the thread that saves uses it
   std::shared_ptr<State*> self = std::make_shared<State*>(this);  // for handles of hooks
   distributed::CheckpointSaver saver;  // last: its thread uses the others
 
@@ -248,6 +209,11 @@ struct StateIo::State {
     if (!is_main()) return;
     if (options.warn) return options.warn(message);
     std::fprintf(stderr, "%s\n", message.c_str());
+  }
+
+  int64_t of_first_rank(int64_t number) {
+    if (group.size() == 1) return number;
+    return distributed::broadcast_object(nlohmann::json(number), 0, group).get<int64_t>();
   }
 
   template <class Hook>
@@ -302,54 +268,6 @@ struct StateIo::State {
       add_state(items, metadata, "counters.", state.counters->state_dict(), group);
     items.push_back(SaveItem::part(random_name(group.rank()), random_tensor(), {2}, {0}));
     return items;
-  }
-
-  std::optional<double> metric_of(const NumberedCheckpoint& checkpoint) {
-    const auto [known, added] = metrics.try_emplace(checkpoint.number, std::nullopt);
-    if (!added) return known->second;
-    try {
-      const CheckpointReader reader(checkpoint.folder);
-      const auto text = reader.metadata().find("metric");
-      if (text != reader.metadata().end()) {
-        const nlohmann::json value = nlohmann::json::parse(text->second, nullptr, false);
-        if (value.is_number()) known->second = value.get<double>();
-      }
-    } catch (const Error&) {  // a damaged one is none of the best
-    }
-    return known->second;
-  }
-
-  // After the commit of `newest`, on rank 0.
-  void rotate(int64_t newest) {
-    if (options.total_limit == 0) return;
-    const std::vector<NumberedCheckpoint> all = list_checkpoints(options.project_dir);
-    std::set<int64_t> stay = {newest};
-    for (size_t i = 0; i < all.size(); ++i) {
-      if (static_cast<int64_t>(all.size() - i) <= options.total_limit) stay.insert(all[i].number);
-      if (options.keep_every > 0 && all[i].number % options.keep_every == 0) {
-        stay.insert(all[i].number);
-      }
-    }
-    if (options.keep_best > 0) {
-      std::vector<std::pair<double, int64_t>> best;
-      for (const NumberedCheckpoint& one : all) {
-        const auto metric = metric_of(one);
-        if (!metric || std::isnan(*metric)) continue;
-        best.emplace_back(options.larger_is_better ? -*metric : *metric, one.number);
-      }
-      std::ranges::stable_sort(best, {}, &std::pair<double, int64_t>::first);
-      best.resize(std::min(best.size(), static_cast<size_t>(options.keep_best)));
-      for (const auto& [metric, number] : best) stay.insert(number);
-    }
-    for (const NumberedCheckpoint& one : all) {
-      if (stay.contains(one.number)) continue;
-      try {
-        distributed::remove_checkpoint(one.folder);
-        metrics.erase(one.number);
-      } catch (const Error& error) {  // the new checkpoint stands; the old one is only in the way
-        warn(error.what());
-      }
-    }
   }
 
   // ---- Loading
@@ -516,12 +434,16 @@ std::string StateIo::save_state(const TrainingState& state, const std::string& f
   TS_CHECK_AS(ConfigError, !automatic || own.options.automatic_naming, "save_state",
               "needs a folder, or automatic naming; got neither; give one, or set ",
               "StateIoOptions::automatic_naming.");
-  const int64_t number = own.iteration;
+  // Rank 0 says which is free.
+  int64_t number =
+      automatic && own.is_main() ? own.checkpoints.next_number(own.iteration) : own.iteration;
+  if (automatic) number = own.of_first_rank(number);
   const std::string target = automatic ? numbered_folder(own.options.project_dir, number) : folder;
 
   distributed::SaveOptions save;
   std::map<std::string, std::string>& metadata = save.metadata;
   metadata["kind"] = kKind;
+  metadata["run"] = own.checkpoints.run();
   metadata["iteration"] = std::to_string(automatic ? number + 1 : number);
   if (options.metric) metadata["metric"] = nlohmann::json(*options.metric).dump();
   for (const auto& [name, count] : counts_of(state, own.registered.size())) {
@@ -532,13 +454,13 @@ std::string StateIo::save_state(const TrainingState& state, const std::string& f
   save.at_stage = own.options.at_stage;
   if (automatic) {
     save.after_commit = [&own, number, metric = options.metric] {
-      own.metrics[number] = metric;
-      own.rotate(number);
+      own.checkpoints.note(number, metric);
+      own.checkpoints.rotate(number, [&own](const std::string& text) { own.warn(text); });
     };
     if (own.is_main()) {
       distributed::remove_leftovers(
           checkpoints_folder(own.options.project_dir),
-          [](const std::string& name) { return number_of(name).has_value(); });
+          [](const std::string& name) { return checkpoint_number(name).has_value(); });
     }
   }
   own.saver.save(
@@ -562,22 +484,26 @@ LoadedState StateIo::load_state(const TrainingState& state, const std::string& f
               "StateIoOptions::automatic_naming.");
   // Rank 0 says what there is: file systems may show other ranks a folder later.
   std::vector<std::string> candidates;
-  int64_t newest = -1;
+  int64_t newest = -1, of_other_runs = 0;
   if (automatic) {
-    nlohmann::json found = nlohmann::json::array();
+    nlohmann::json found = {{"list", nlohmann::json::array()}, {"newest", -1}, {"others", 0}};
     if (own.is_main()) {
-      for (const NumberedCheckpoint& one : list_checkpoints(own.options.project_dir)) {
-        found.push_back(one.number);
-      }
+      const NumberedCheckpoints::Candidates seen = own.checkpoints.candidates();
+      for (const NumberedCheckpoint& one : seen.list) found["list"].push_back(one.number);
+      found["newest"] = seen.newest;
+      found["others"] = seen.of_other_runs;
     }
     if (own.group.size() > 1) found = distributed::broadcast_object(found, 0, own.group);
-    for (const auto& number : found) {
-      newest = number.get<int64_t>();
-      candidates.insert(candidates.begin(), numbered_folder(own.options.project_dir, newest));
+    for (const auto& number : found["list"]) {
+      candidates.push_back(numbered_folder(own.options.project_dir, number.get<int64_t>()));
     }
-    TS_CHECK_AS(ConfigError, !candidates.empty(), "load_state", "there is no checkpoint in '",
+    newest = found["newest"].get<int64_t>();
+    of_other_runs = found["others"].get<int64_t>();
+    TS_CHECK_AS(ConfigError, !candidates.empty(), "load_state", "there is no checkpoint ",
+                of_other_runs > 0 ? "of this run in '" : "in '",
                 checkpoints_folder(own.options.project_dir),
-                "'; save one first, or give the folder to load.");
+                of_other_runs > 0 ? "', and others have " + std::to_string(of_other_runs) : "'",
+                "; save one first, or give the folder to load.");
   } else {
     candidates.push_back(folder);
   }
@@ -598,7 +524,11 @@ LoadedState StateIo::load_state(const TrainingState& state, const std::string& f
     std::string reasons;
     for (const auto& [name, reason] : result.skipped) reasons += "\n  " + reason;
     TS_THROW(FormatError, "load_state", "none of the ", candidates.size(), " checkpoints in '",
-             checkpoints_folder(own.options.project_dir), "' can be loaded:", reasons);
+             checkpoints_folder(own.options.project_dir), "' can be loaded",
+             of_other_runs > 0 ? " (" + std::to_string(of_other_runs) +
+                                     " more are of other runs: give the folder)"
+                               : "",
+             ":", reasons);
   }
   std::exception_ptr error;
   try {
@@ -607,6 +537,13 @@ LoadedState StateIo::load_state(const TrainingState& state, const std::string& f
     error = std::current_exception();
   }
   distributed::throw_together(error, "load_state", own.group);
+  if (of_other_runs > 0 && !own.checkpoints.has_run()) {
+    own.warn("load_state: '" + checkpoints_folder(own.options.project_dir) + "' has " +
+             std::to_string(of_other_runs) + " checkpoints of other runs; loaded is '" +
+             result.folder + "', the newest of " + "its run; give the folder to load another");
+  }
+  const auto run = reader->metadata().find("run");
+  own.checkpoints.take_run(run != reader->metadata().end() ? run->second : "");
   // A damaged folder that was passed over keeps its number.
   result.iteration = std::max(result.iteration, automatic ? newest + 1 : 0);
   own.iteration = result.iteration;

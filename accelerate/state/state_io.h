@@ -22,7 +22,9 @@
 //
 // [Note: rotation] Old folders go after the new one is committed, never before, lowest number
 // first, and only those that automatic naming made: checkpoint_N in PROJECT/checkpoints, whatever
-// else lies there. A folder that goes is renamed first: a crash leaves no half of it.
+// else lies there, and of those only what this run saved, or the run that it has loaded: a run that
+// begins anew in a folder with checkpoints numbers on behind them and lets them stay. A folder that
+// goes is renamed first: a crash leaves no half of it.
 #pragma once
 
 #include <concepts>
@@ -218,14 +220,15 @@ class StateIo {
   // returns (asynchronous: when wait() does) the checkpoint is committed for every rank.
   //
   // An explicit folder that holds a checkpoint is replaced in one step; one that holds anything
-  // else is refused. ConfigError without a folder and without automatic naming, or where the
-  // automatic name is taken (nothing is deleted then). What any rank cannot write every rank
+  // else is refused. The automatic name is iteration(), or the next behind all that the folder has.
+  // ConfigError without a folder and without automatic naming. What any rank cannot write every rank
   // throws, with the rank and the cause; nothing then stands under the name that did not before.
   std::string save_state(const TrainingState& state, const std::string& folder = {},
                          const SaveStateOptions& options = {});
 
-  // Loads `folder`, or the newest checkpoint of automatic naming. Collective: all ranks load the
-  // same. Damaged folders: with automatic naming the one before is taken, and `warn` and the result
+  // Loads `folder`, or the newest checkpoint of automatic naming: of this run, where it has saved or
+  // loaded; else of the run that saved last, and `warn` says where the folder has others'.
+  // Collective: all ranks load the same. Damaged folders: with automatic naming the one before is taken, and `warn` and the result
   // say so; an explicit one is a FormatError. The whole folder is checked before anything is
   // changed, every rank reading its part. What goes into a DTensor comes to its object as one that
   // lies alike: models and optimizers know which, of registered objects their state_dict() of now

@@ -84,9 +84,8 @@ TEST_F(StateCheckpoints, CKP1ElevenSavesWithALimitOfTwoLeaveNineAndTen) {
   EXPECT_EQ(saved_numbers(), (Numbers{9, 10})) << "by number, not by spelling";
 }
 
-// Trap 11: rotation deletes before the new checkpoint is written, and before it is known whether
-// its name is free.
-TEST_F(StateCheckpoints, TrapRotationComesAfterTheCommitAndATakenNameDeletesNothing) {
+// Trap 11: rotation deletes before the new checkpoint is written.
+TEST_F(StateCheckpoints, TrapRotationComesAfterTheCommit) {
   Training training(1);
   StateIo io(automatic(1));
   io.save_state(training.state());
@@ -100,8 +99,6 @@ TEST_F(StateCheckpoints, TrapRotationComesAfterTheCommitAndATakenNameDeletesNoth
   };
   {
     StateIo second(options);
-    expect_in("exists", message_of<ConfigError>([&] { second.save_state(training.state()); }));
-    EXPECT_EQ(saved_numbers(), Numbers{0});
     second.load_state(training.state());
     second.save_state(training.state());
   }
@@ -124,6 +121,61 @@ TEST_F(StateCheckpoints, TrapOnlyFoldersOfTheRightNameCount) {
   EXPECT_TRUE(fs::exists(path("run/checkpoints/checkpoint_07")));
   EXPECT_EQ(std::distance(fs::directory_iterator(path("run/checkpoints")), {}), 8);
   EXPECT_EQ(io.load_state(training.state()).iteration, 2);
+}
+
+// By number alone the new run's would be the oldest: removed one after the other, and the newest
+// to load another run's.
+TEST_F(StateCheckpoints, ARunThatBeginsAnewInAnothersFolderNumbersOnAndLetsItsCheckpointsStay) {
+  for (const int ranks : {1, 2}) {
+    fs::remove_all(path("run"));
+    compared_ranks(ranks, [&](int rank) {
+      Training training(2);
+      StateIoOptions options = automatic();
+      {
+        StateIo first(options);
+        for (int i = 0; i < 3; ++i) first.save_state(training.state());
+      }
+      options.total_limit = 1;
+      options.keep_best = 1;
+      StateIo second(options);
+      for (const double metric : {1.0, 3.0, 2.0}) {
+        second.save_state(training.state(), "", {.metric = metric});
+      }
+      if (rank == 0) {
+        EXPECT_EQ(saved_numbers(), (Numbers{0, 1, 2, 3, 5}));
+      }
+      EXPECT_EQ(second.load_state(training.state()).folder, path("run/checkpoints/checkpoint_5"));
+    });
+  }
+  EXPECT_EQ(warnings_, "");
+}
+
+TEST_F(StateCheckpoints, ARunThatLoadedGoesOnWithWhatTheOtherSavedAndRotatesThatAlone) {
+  Training training(1);
+  {
+    StateIo first(automatic()), second(automatic());
+    first.save_state(training.state());
+    second.save_state(training.state());
+    first.save_state(training.state());
+    // Each its own.
+    EXPECT_EQ(second.load_state(training.state()).folder, path("run/checkpoints/checkpoint_1"));
+    EXPECT_EQ(second.save_state(training.state()), path("run/checkpoints/checkpoint_3"));
+    EXPECT_EQ(first.load_state(training.state()).folder, path("run/checkpoints/checkpoint_2"));
+  }
+  EXPECT_EQ(warnings_, "");
+  // A folder in the middle: numbers go on behind all.
+  StateIo resumed(automatic(1));
+  resumed.load_state(training.state(), path("run/checkpoints/checkpoint_0"));
+  EXPECT_EQ(resumed.save_state(training.state()), path("run/checkpoints/checkpoint_4"));
+  EXPECT_EQ(saved_numbers(), (Numbers{1, 3, 4}));
+  // Whoever has not begun takes what was saved last, and hears of the others.
+  StateIo fresh(automatic());
+  EXPECT_EQ(fresh.load_state(training.state()).folder, path("run/checkpoints/checkpoint_4"));
+  expect_in("has 2 checkpoints of other runs; loaded is", warnings_);
+  // A damaged one is not replaced by another run's.
+  damage(path("run/checkpoints/checkpoint_4"));
+  expect_in("(2 more are of other runs",
+            message_of<FormatError>([&] { StateIo(automatic()).load_state(training.state()); }));
 }
 
 TEST_F(StateCheckpoints, EveryThirdAndTheTwoBestStayBesidesTheNewest) {
