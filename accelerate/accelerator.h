@@ -98,7 +98,7 @@ struct BackwardOptions {
   // divided before that one, nor reduced where ranks keep whole gradients. Without it every
   // backward of the window's last micro-batch reduces and divides, which is a mean that the next
   // one takes up again: as right, but not to the last bit of one process, and it travels once more.
-  // ValueError outside of accumulate().
+  // The last one reduces what any of them gave. ValueError outside of accumulate().
   bool more = false;
 };
 

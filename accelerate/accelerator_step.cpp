@@ -131,6 +131,7 @@ class Accelerator::State::BackwardCall {
   };
   void begin(const std::shared_ptr<ModelRecord>& record);
   void propagate() const;
+  void reduce_pending() const;
   void fail(const std::string& what, bool others_know) const;
   void close_windows() const;
   void add_kept() const;
@@ -162,6 +163,7 @@ Accelerator::State::BackwardCall::BackwardCall(State& state, const Tensor& loss,
 void Accelerator::State::BackwardCall::run() {
   for (const auto& record : state_.models) begin(record);
   propagate();
+  reduce_pending();
   for (const auto& record : in_window_ ? own_ : state_.models) record->consumed = false;
   close_windows();
   add_kept();
@@ -187,7 +189,8 @@ void Accelerator::State::BackwardCall::begin(const std::shared_ptr<ModelRecord>&
   const bool continues =
       record->reduces() ? record->parallel->pass().holds_unreduced() : !is_own || window.pending();
   if (is_own && window.reduced()) {
-    state_.weights.resume(*record);
+    // A mean over ranks stays as it is where the loss is another model's: nothing reduces it again.
+    if (!record->reduces() || record->is_reached_by(loss_)) state_.weights.resume(*record);
   } else if (!continues) {
     state_.weights.begin_sum(*record, loss_, at_once);
   } else if (is_own && record->reduces()) {
@@ -222,6 +225,19 @@ void Accelerator::State::BackwardCall::propagate() const {
   }
 }
 
+// Of models whose window ends here, and that this loss does not lead to: backwards before it have
+// added to them, of another loss or in other micro-batches.
+void Accelerator::State::BackwardCall::reduce_pending() const {
+  if (options_.more) return;
+  for (const auto& record : own_) {
+    if (!record->reduces() || !record->window.is_boundary()) continue;
+    distributed::BackwardPass& pass = record->parallel->pass();
+    if (pass.holds_unreduced() && pass.plan.sync_gradients && pass.plan.is_last) {
+      pass.reduce_alone();
+    }
+  }
+}
+
 // The other ranks wait for what this one would have reduced or gathered. Of a failed collective
 // they know, but where they wait in others.
 void Accelerator::State::BackwardCall::fail(const std::string& what, bool others_know) const {
@@ -238,8 +254,11 @@ void Accelerator::State::BackwardCall::close_windows() const {
   for (const auto& record : own_) {
     if (record->reduces()) {
       const auto expected = std::ranges::find(reducing_, record.get(), &Expected::record);
-      // What goes on in the next micro-batch is no mean yet.
-      expected->is_reduced() ? record->window.set_reduced() : record->window.set_pending();
+      if (expected->is_reduced()) {
+        record->window.set_reduced();
+      } else if (record->parallel->pass().holds_unreduced()) {
+        record->window.set_pending();  // what goes on in the next micro-batch is no mean yet
+      }
     } else if (record->window.is_boundary() && !options_.more) {
       closed.push_back(record);
       record->window.set_reduced();

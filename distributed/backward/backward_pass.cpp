@@ -68,7 +68,7 @@ void BackwardPass::watch(const NamedTensors& parameters) {
         register_post_accumulate_hook(tensor, [this, owner = owner_](const Tensor&) {
           const auto alive = owner.lock();
           const uint64_t pass = current_backward();
-          if (alive && pass != 0 && pass != pass_) begin(false, true);
+          if (alive && pass != 0 && pass != pass_) begin(Begin::kAtGradient);
         }));
   }
 }
@@ -111,13 +111,13 @@ double BackwardPass::seconds() const {
 }
 
 void BackwardPass::before_backward() {
-  if (const uint64_t pass = current_backward(); pass != 0 && pass != pass_) begin(false);
+  if (const uint64_t pass = current_backward(); pass != 0 && pass != pass_) begin(Begin::kAtOutput);
 }
 
 void BackwardPass::gradient_arrived(size_t param) {
   const uint64_t pass = current_backward();
   if (pass == 0) return;
-  if (pass != pass_) begin(false, true);
+  if (pass != pass_) begin(Begin::kAtGradient);
   ++record_.gradients;
   record_.last_gradient = seconds();
   schedule_->arrived(param);
@@ -130,10 +130,13 @@ void BackwardPass::gradient_arrived(size_t param) {
   schedule_->launch_ready();
 }
 
-void BackwardPass::begin(bool shadow, bool gradients_came) {
+void BackwardPass::begin(Begin how) {
+  const bool shadow = how == Begin::kShadow, alone = how == Begin::kAlone;
   if (!shadow) {
-    if (!schedule_->continues_sums()) go_on(gradients_came);
+    if (!schedule_->continues_sums()) go_on(how == Begin::kAtGradient);
     if (!sums_go_on()) check_cleared();
+  }
+  if (!shadow && !alone) {
     pass_ = current_backward();
     queue_backward_callback([this, owner = owner_, number = pass_] {
       if (const auto alive = owner.lock(); alive && pass_ == number) end();
@@ -154,7 +157,7 @@ void BackwardPass::begin(bool shadow, bool gradients_came) {
   for (ManagedParam& param : params_) param.ready = false;
   schedule_->begin();
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (shadow || !backward_reaches(params_[i].tensor)) make_ready(i, false);
+    if (shadow || alone || !backward_reaches(params_[i].tensor)) make_ready(i, false);
   }
   schedule_->launch_ready();
 }
@@ -184,9 +187,14 @@ void BackwardPass::end() {
 }
 
 void BackwardPass::shadow_backward() {
-  begin(true);
+  begin(Begin::kShadow);
   end();
   shadow_ = false;
+}
+
+void BackwardPass::reduce_alone() {
+  begin(Begin::kAlone);
+  end();
 }
 
 void BackwardPass::fail_backward(const std::string& what) {
@@ -201,7 +209,7 @@ void BackwardPass::fail_backward(const std::string& what) {
   const bool begun = std::exchange(in_pass_, false);
   if (begun ? !synchronises_ : !plan.sync_gradients) return;
   try {
-    if (!begun) begin(true);
+    if (!begun) begin(Begin::kShadow);
     shadow_ = failed_ = true;
     reduce_rest();
   } catch (...) {  // what this rank has told the others, or no room for that either

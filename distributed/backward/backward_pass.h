@@ -144,6 +144,9 @@ class BackwardPass {
   // (pass_agreement.h), or where units are gathered leaves it at once (tells_failures()). Nothing
   // where the others wait for nothing, as this rank's plan does not synchronise.
   void fail_backward(const std::string& what = "an exception");
+  // What lies in `.grad` is reduced by itself: no backward of the step comes to these parameters
+  // any more. The plan must synchronise. Collective, and for other ranks as a backward is.
+  void reduce_alone();
   bool tells_failures() const { return schedule_->tells_failures(); }
   bool in_backward() const { return in_pass_; }
   bool reduces() const { return in_pass_ && synchronises_; }  // the one under way
@@ -222,7 +225,13 @@ class BackwardPass {
   void note_waited(double seconds) { record_.waited = seconds; }
 
  private:
-  void begin(bool shadow, bool gradients_came = false);
+  enum class Begin : uint8_t {
+    kAtOutput,    // the gradient of an output has come
+    kAtGradient,  // that of a parameter
+    kAlone,       // outside of backwards, with what is there
+    kShadow,      // with zeros
+  };
+  void begin(Begin how);
   void end();
   void append(const std::string& name, const Tensor& tensor);
   void hook_leaves(size_t first);

@@ -1,0 +1,167 @@
+// Windows of several models with a loss each: on ranks as in one process.
+// ctest labels: threads
+#include "accelerate/accelerator_fixture.h"
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <tessera/core/error.h>
+#include <tessera/distributed/mesh/dtensor.h>
+
+
+namespace tessera::test_accelerator_windows {
+namespace {
+
+using accelerate::Sharding;
+
+constexpr Sharding kModes[] = {Sharding::kDdp, Sharding::kZero1, Sharding::kZero2, Sharding::kZero3,
+                               Sharding::kFsdp};
+const char* name_of(Sharding sharding) {
+  static const char* const names[] = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
+  return names[static_cast<int>(sharding)];
+}
+
+struct Way {
+  Sharding sharding = Sharding::kDdp;
+  Precision precision = Precision::kNo;
+  int64_t accumulation = 1;
+  bool each_batch = false;
+};
+
+// Two lines y = a x + b, which are trained together. All ranks have the batches of one process.
+struct Training {
+  explicit Training(const Way& way)
+      : accelerator({.mixed_precision = way.precision,
+                     .gradient_accumulation_steps = way.accumulation,
+                     .sync_each_batch = way.each_batch,
+                     .seed = 5,
+                     .sharding = way.sharding,
+                     .config_file = ""}),
+        first_optimizer(first.named_parameters(), {.lr = 0.1}),
+        second_optimizer(second.named_parameters(), {.lr = 0.2}) {
+    accelerator.prepare(first, second, first_optimizer, second_optimizer);
+  }
+  std::array<Tensor, 2> batch(int64_t number) const {
+    return line.rows(8 * number, 8 * number + 8);
+  }
+  void step() {
+    norms.push_back(accelerator.clip_grad_norm(first.parameters(), 2).item());
+    first_optimizer.step(), second_optimizer.step();
+    first_optimizer.zero_grad(), second_optimizer.zero_grad();
+  }
+  std::vector<double> result() {
+    const NoGradGuard no_grad;
+    std::vector<double> values;
+    for (const double norm : norms) {
+      if (!std::isnan(norm)) values.push_back(norm);
+    }
+    for (const Regression* model : {&first, &second}) {
+      for (const auto& [name, tensor] : model->named_parameters()) {
+        values.push_back(
+            (distributed::is_dtensor(tensor) ? distributed::full_tensor(tensor) : tensor).item());
+      }
+    }
+    return values;
+  }
+  Accelerator accelerator;
+  Regression first, second;
+  optim::SGD first_optimizer, second_optimizer;
+  const Line line{256};
+  std::vector<double> norms;
+};
+
+using Program = std::function<void(Training&)>;
+
+void expect_as_in_one_process(int64_t accumulation, const Program& program,
+                              const Program& reference = {}) {
+  const auto outcome = [&](const Way& way, const Program& own) {
+    Training training(way);
+    own(training);
+    return training.result();
+  };
+  const std::vector<double> expected =
+      outcome({.accumulation = accumulation}, reference ? reference : program);
+  for (const int ranks : {1, 2}) {
+    for (const Sharding sharding : kModes) {
+      for (const Precision precision : {Precision::kNo, Precision::kFP16}) {
+        for (const bool each_batch : {false, true}) {
+          on_ranks(ranks, [&](int) {
+            SCOPED_TRACE(testing::Message() << name_of(sharding) << " on " << ranks << " ranks, "
+                                            << (precision == Precision::kNo ? "f32" : "f16") << ", "
+                                            << accumulation << ", each batch " << each_batch);
+            const std::vector<double> got =
+                outcome({sharding, precision, accumulation, each_batch}, program);
+            ASSERT_EQ(got.size(), expected.size());
+            for (size_t i = 0; i < got.size(); ++i) {
+              // f16 rounds the products.
+              const double tolerance = precision == Precision::kNo ? 1e-5 : 5e-3;
+              EXPECT_NEAR(got[i], expected[i], tolerance * (1 + std::abs(expected[i]))) << i;
+            }
+          });
+        }
+      }
+    }
+  }
+}
+
+// ---- Several models in a micro-batch -----------------------------------------------------------
+
+TEST(SeveralModels, WithALossEachInOneMicroBatchTrainAsInOneProcess) {
+  for (const int64_t accumulation : {1, 2}) {
+    for (const bool says_more : {false, true}) {
+      expect_as_in_one_process(accumulation, [&](Training& run) {
+        for (int64_t micro = 0; micro < 3 * accumulation; ++micro) {
+          const auto scope = run.accelerator.accumulate(run.first, run.second);
+          run.accelerator.backward(loss_of(run.first, run.batch(micro)), {.more = says_more});
+          run.accelerator.backward(loss_of(run.second, run.batch(micro + 7)));
+          run.step();
+        }
+      });
+    }
+  }
+}
+
+TEST(SeveralModels, WithSeveralLossesOfTheFirstTrainAsInOneProcess) {
+  expect_as_in_one_process(2, [](Training& run) {
+    for (int64_t micro = 0; micro < 4; ++micro) {
+      const auto scope = run.accelerator.accumulate(run.first, run.second);
+      for (int64_t loss = 0; loss < 2; ++loss) {
+        run.accelerator.backward(loss_of(run.first, run.batch(micro + loss)), {.more = true});
+      }
+      run.accelerator.backward(loss_of(run.second, run.batch(micro + 7)));
+      run.step();
+    }
+  });
+}
+
+TEST(SeveralModels, OfWhichOneHasNoLossInTheLastMicroBatchTrainAsInOneProcess) {
+  expect_as_in_one_process(2, [](Training& run) {
+    for (int64_t micro = 0; micro < 4; ++micro) {
+      const auto scope = run.accelerator.accumulate(run.first, run.second);
+      if (micro % 2 == 0) {
+        run.accelerator.backward(loss_of(run.first, run.batch(micro)), {.more = true});
+      }
+      run.accelerator.backward(loss_of(run.second, run.batch(micro + 7)));
+      run.step();
+    }
+  });
+}
+
+TEST(SeveralModels, OfWhichOneIsFrozenJustNowTrainAsInOneProcess) {
+  for (const int64_t accumulation : {1, 2}) {
+    expect_as_in_one_process(accumulation, [&](Training& run) {
+      for (int64_t micro = 0; micro < 3 * accumulation; ++micro) {
+        const bool frozen = micro / accumulation == 1;  // in the second of three windows
+        if (micro % accumulation == 0) run.second.requires_grad_(!frozen);
+        const auto scope = run.accelerator.accumulate(run.first, run.second);
+        run.accelerator.backward(loss_of(run.first, run.batch(micro)), {.more = !frozen});
+        if (!frozen) run.accelerator.backward(loss_of(run.second, run.batch(micro + 7)));
+        run.step();
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera::test_accelerator_windows
