@@ -124,6 +124,7 @@ void Accelerator::let_go() {
   state.loss_scaling.forget_norms();
   state.open.clear();
   state.sync_gradients = true;
+  state.loose_gradients = false;
   state.counters = {.seed = state.counters.seed};
   ++state.generation;
   state.begin_random_numbers();
@@ -288,10 +289,21 @@ std::vector<data::LoaderBase*> Accelerator::loaders() const {
   return state_->loader_plan->loaders();
 }
 
-void Accelerator::State::check_between_windows(std::string_view where) const {
+void Accelerator::State::check_between_windows(std::string_view where) {
   for (const auto& record : models) {
     TS_CHECK(record->window.is_boundary(), where, "a window of ", record->type_name,
              " is open, and its gradients are no state; save and load after an optimizer step");
+  }
+  const auto has_gradient = [](const NamedTensor& named) { return named.tensor.grad().defined(); };
+  for (const auto& optimizer : optimizers) {
+    for (const auto& record : models_of(*optimizer)) {
+      const bool unstepped = record->owes_step || loose_gradients;
+      TS_CHECK(!unstepped || std::ranges::none_of(record->parameters, has_gradient), where,
+               "no step has come since the backward that gave ", record->type_name,
+               " its gradients, and these are no state; ", where,
+               " after optimizer.step(), or after optimizer.zero_grad() where they are not to "
+               "count");
+    }
   }
 }
 

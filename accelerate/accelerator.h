@@ -378,7 +378,8 @@ class Accelerator : public ProcessControl {
 
   // ---- State: accelerate/state/state_io.h with all prepared objects, in the order of preparation
 
-  // Between windows: ValueError while one is open, and where a model, an optimizer or a schedule
+  // Between windows: ValueError while one is open, between a backward and the step (or zero_grad())
+  // that its gradients are for, and where a model, an optimizer or a schedule
   // died since it was prepared: a checkpoint would silently be without it. Collective.
   std::string save_state(const std::string& folder = {},
                          const accelerate::SaveStateOptions& options = {},

@@ -211,6 +211,7 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
     const auto record = own.lock();
     if (!state || !record) return true;
     if (!state->at_boundary(*record)) return false;
+    state->settle_gradients(*record);
     Clipping::drop(*record);  // of gradients that go
     state->loss_scaling.forget(*record->optimizer);
     return true;

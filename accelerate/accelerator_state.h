@@ -77,7 +77,7 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   // Before anything that looks at prepared objects.
   void forget_dead();
   void check_complete(std::string_view where);
-  void check_between_windows(std::string_view where) const;
+  void check_between_windows(std::string_view where);
   accelerate::TrainingState training_state();
   void begin_masters(OptimizerRecord& record);
 
@@ -99,6 +99,8 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   distributed::StepPlan plan_backward(const ModelRecord& record, const StepWindow* window,
                                       bool more, double weight) const;
   class BackwardCall;
+  // A step or zero_grad() has come to its models' gradients.
+  void settle_gradients(OptimizerRecord& record);
   // Before the next loss is scaled.
   void update_scale();
   optim::StepDecision may_step(OptimizerRecord& record);

@@ -90,6 +90,11 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
   return MicroBatch(std::move(scope), sync);
 }
 
+void Accelerator::State::settle_gradients(OptimizerRecord& record) {
+  for (const auto& model : models_of(record)) model->owes_step = false;
+  loose_gradients = false;
+}
+
 void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
   TS_CHECK(steps >= 1, "set_gradient_accumulation_steps", "must be at least 1; got ", steps);
   state_->steps = steps;
@@ -265,7 +270,9 @@ void Accelerator::State::BackwardCall::close_windows() const {
     } else {
       record->window.set_pending();
     }
+    record->owes_step = record->window.reduced();
   }
+  if (!in_window_) state_.loose_gradients = true;
   state_.weights.divide(closed, undivided_);
 }
 
@@ -336,6 +343,7 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   };
   if (!at_boundary(record)) return leave_out("gradients are being accumulated");
   record.attempted = true;
+  settle_gradients(record);
   begin_masters(record);
   bool has_weight = models_of(record).empty();
   for (const auto& model : models_of(record)) {

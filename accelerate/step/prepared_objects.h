@@ -25,7 +25,6 @@
 #include <tessera/optim/schedule.h>
 
 namespace tessera {
-
 // Whether an object that the Accelerator points to is still there. What the Accelerator hangs on
 // the object (a scope around calls, a gate) owns the token, and goes with it.
 class Life {
@@ -67,7 +66,9 @@ struct ModelRecord : accelerate::ParallelizedModel {
   bool local = false;  // windows are closed on this rank alone (local SGD)
   bool explicit_weights = false;
   bool consumed = true;  // an optimizer has stepped since the last backward
-  double divisor = 1;    // that this rank's gradients were divided by without communication
+  // A window's gradients are there, and neither a step nor a zero_grad() of an optimizer has come.
+  bool owes_step = false;
+  double divisor = 1;  // that this rank's gradients were divided by without communication
   // Of the last clip that began with this parameter of `parameters`.
   std::unordered_map<const TensorImpl*, Tensor> norms;
 
@@ -139,9 +140,10 @@ struct PreparedObjects {
   std::vector<std::shared_ptr<OptimizerRecord>> optimizers;
   std::vector<ScheduleRecord<optim::Schedule>> schedules;
   std::vector<ScheduleRecord<optim::PlateauSchedule>> plateau_schedules;
-  uint64_t generation = 1;     // of models
-  Device device;               // of models and batches; known when something is prepared
-  bool sync_gradients = true;  // the micro-batch that was opened last is its window's last
+  uint64_t generation = 1;       // of models
+  Device device;                 // of models and batches; known when something is prepared
+  bool loose_gradients = false;  // as owes_step, of a backward outside of windows
+  bool sync_gradients = true;    // the micro-batch that was opened last is its window's last
 
   std::shared_ptr<ModelRecord> find(const nn::ModuleBase& model) const;
   OptimizerRecord* find(const optim::Optimizer& optimizer) const;

@@ -1,4 +1,5 @@
-// Windows of several models with a loss each: on ranks as in one process.
+// Windows of several models with a loss each, and what may be saved when: on ranks as in one
+// process.
 // ctest labels: threads
 #include "accelerate/accelerator_fixture.h"
 
@@ -9,6 +10,8 @@
 #include <tessera/core/error.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
+#include "finished_process.h"
+#include "message_of.h"
 
 namespace tessera::test_accelerator_windows {
 namespace {
@@ -160,6 +163,50 @@ TEST(SeveralModels, OfWhichOneIsFrozenJustNowTrainAsInOneProcess) {
         run.step();
       }
     });
+  }
+}
+
+// ---- What may be saved when --------------------------------------------------------------------
+
+TEST(UnsteppedGradients, AreNotSavedNorLoadedOver) {
+  for (const int ranks : {1, 2}) {
+    for (const Sharding sharding : kModes) {
+      for (const bool in_window : {false, true}) {
+        SCOPED_TRACE(testing::Message() << name_of(sharding) << " on " << ranks << in_window);
+        const TestFolder folder;
+        on_ranks(ranks, [&](int) {
+          Training run({.sharding = sharding, .accumulation = in_window ? 2 : 1});
+          const auto save = [&] { run.accelerator.save_state(folder.path("a")); };
+          const auto load = [&] { run.accelerator.load_state(folder.path("a")); };
+          const auto backward = [&](int64_t micro) {
+            const auto batch = run.batch(micro);
+            run.accelerator.backward(loss_of(run.first, batch) + loss_of(run.second, batch));
+          };
+          const auto window = [&](int64_t number) {
+            if (!in_window) return backward(number);
+            for (int64_t micro = 0; micro < 2; ++micro) {
+              const auto scope = run.accelerator.accumulate(run.first, run.second);
+              backward(2 * number + micro);
+            }
+          };
+          const auto refused = [&](const std::function<void()>& call) {
+            const std::string message = message_of<ValueError>(call);
+            return message.find("no step has come since the backward") != std::string::npos;
+          };
+          save();
+          window(0);
+          EXPECT_TRUE(refused(save) && refused(load));
+          run.step();
+          save();
+          load();
+          window(1);
+          EXPECT_TRUE(refused(save) && refused(load));
+          run.first_optimizer.zero_grad(), run.second_optimizer.zero_grad();
+          load();
+          save();
+        });
+      }
+    }
   }
 }
 
