@@ -23,7 +23,9 @@
 //
 // [Note: window] The micro-batches between two optimizer steps of a model are its window. Within
 // it step(), zero_grad(), clip_* and a schedule's step() do nothing until the last one (the
-// boundary); the end of the loader ends the window early. Each model has its own window, so models
+// boundary); the end of the loader ends the window early. A loop over a prepared loader that is left
+// by break or an exception ends it without a step: its gradients go, and the next micro-batch
+// begins another. Each model has its own window, so models
 // that are trained in turn may accumulate at different cadences; accumulate(a, b) opens a
 // micro-batch of both.
 //

@@ -210,6 +210,7 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
     const auto state = weak.lock();
     const auto record = own.lock();
     if (!state || !record) return true;
+    state->end_left_windows();
     if (!state->at_boundary(*record)) return false;
     state->settle_gradients(*record);
     Clipping::drop(*record);  // of gradients that go

@@ -99,6 +99,8 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   distributed::StepPlan plan_backward(const ModelRecord& record, const StepWindow* window,
                                       bool more, double weight) const;
   class BackwardCall;
+  // Those whose loop over a loader ended by break or an exception.
+  void end_left_windows();
   // A step or zero_grad() has come to its models' gradients.
   void settle_gradients(OptimizerRecord& record);
   // Before the next loss is scaled.

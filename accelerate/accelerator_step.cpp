@@ -67,6 +67,7 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
   state.refuse_in_capture("accumulate");
   state.refuse_in_graphed_step(options.ends_window, "accumulate", "an early end of the window");
   state.forget_dead();
+  state.end_left_windows();
   State::OpenMicro micro{.id = state.next_id++, .records = {}};
   for (const nn::ModuleBase* model : models)
     micro.records.push_back(state.at(*model, "accumulate"));
@@ -80,6 +81,7 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
   bool sync = true;
   for (const auto& record : micro.records) {
     record->window.begin_micro(record->steps.value_or(state.steps), ends);
+    record->reading = {active_loader(), state.loader_plan->loops_left(active_loader())};
     sync = sync && record->window.is_boundary();
     record->plan_forward(
         record->reduces_in(record->window.is_boundary(), state.settings.sync_each_batch));
@@ -88,6 +90,20 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
   auto scope = std::make_unique<MicroBatch::Scope>(state_, micro.id);
   state.open.push_back(std::move(micro));
   return MicroBatch(std::move(scope), sync);
+}
+
+void Accelerator::State::end_left_windows() {
+  for (const auto& record : models) {
+    const ModelRecord::Reading& from = record->reading;
+    if (record->window.is_boundary() || from.loader == nullptr) continue;
+    if (loader_plan->loops_left(from.loader) == from.loops_left) continue;
+    record->leave_window();
+    for (const auto& optimizer : optimizers) {
+      if (std::ranges::find(models_of(*optimizer), record) == optimizer->models.end()) continue;
+      Clipping::drop(*optimizer);
+      loss_scaling.forget(*optimizer->optimizer);
+    }
+  }
 }
 
 void Accelerator::State::settle_gradients(OptimizerRecord& record) {
@@ -295,6 +311,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
   TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
                  "the loss must have one element; got ", loss, "; take its mean");
   state.forget_dead();
+  state.end_left_windows();
   for (const auto& record : state.models) record->check_left_alone();
   state.update_scale();
   state.loss_scaling.forget_norms();
@@ -333,6 +350,7 @@ AcceleratorScope Accelerator::trigger_sync_in_backward(nn::ModuleBase& model) {
 
 StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   refuse_in_capture("a step of a prepared optimizer");
+  end_left_windows();
   record.was_skipped();  // before skip_reason() is another
   const bool clipped = std::exchange(record.clipped, false);
   record.clip.reset();  // the step takes the factor, whatever it then does
@@ -344,6 +362,10 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   if (!at_boundary(record)) return leave_out("gradients are being accumulated");
   record.attempted = true;
   settle_gradients(record);
+  const auto was_left = [](const auto& model) { return model->window.left(); };
+  if (std::ranges::any_of(models_of(record), was_left)) {
+    return leave_out("the loop over the loader was left before the window's last micro-batch");
+  }
   begin_masters(record);
   bool has_weight = models_of(record).empty();
   for (const auto& model : models_of(record)) {

@@ -105,6 +105,7 @@ class LoaderPlan::State : public data::LoaderObserver {
     Indices whole;            // what one rank would read
     data::StreamShare alone;  // the same of a stream
     std::shared_ptr<data::BatchRelay> relay;
+    int64_t loops_left = 0;
   };
 
   State(int rank, int ranks, bool split, bool even_batches)
@@ -118,7 +119,13 @@ class LoaderPlan::State : public data::LoaderObserver {
       std::rotate(found, found + 1, running_.end());
     }
   }
-  void loop_ended(data::LoaderBase& loader) noexcept override { std::erase(running_, &loader); }
+  void loop_ended(data::LoaderBase& loader) noexcept override {
+    std::erase(running_, &loader);
+    // At the epoch's end the cursor is the next one's start.
+    const bool left = loader.batch_rows() > 0 || loader.cursor().position > 0;
+    const auto found = std::ranges::find(records_, &loader, &Record::loader);
+    if (left && found != records_.end()) ++found->loops_left;
+  }
   void loader_gone(data::LoaderBase& loader) noexcept override {
     std::erase(running_, &loader);
     std::erase_if(records_, [&](const Record& record) { return record.loader == &loader; });
@@ -344,6 +351,11 @@ std::string LoaderPlan::describe(const data::LoaderBase& loader) const {
 bool LoaderPlan::even_batches() const { return state_->even_batches(); }
 void LoaderPlan::set_even_batches(bool value) { state_->set_even_batches(value); }
 data::LoaderBase* LoaderPlan::active() const { return state_->active(); }
+
+int64_t LoaderPlan::loops_left(const data::LoaderBase* loader) const {
+  const auto* record = loader != nullptr ? state_->find(*loader) : nullptr;
+  return record != nullptr ? record->loops_left : -1;
+}
 
 bool LoaderPlan::end_of_loader() const {
   const data::LoaderBase* loader = active();

@@ -110,6 +110,9 @@ class LoaderPlan {
   // ended (by break or an exception too). Outside of loops the one whose next() was called last,
   // until its epoch is over. Null: none.
   data::LoaderBase* active() const;
+  // Loops over the loader that ended before its epoch did, by break or an exception; -1 for one that
+  // is not prepared, or gone.
+  int64_t loops_left(const data::LoaderBase* loader) const;
   // Whether the batch in hand of active() is this rank's last of the epoch.
   bool end_of_loader() const;
 

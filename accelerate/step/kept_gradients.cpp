@@ -1,6 +1,7 @@
 #include <tessera/accelerate/step/kept_gradients.h>
 
 #include <limits>
+#include <utility>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
@@ -32,6 +33,10 @@ void KeptGradients::apply(double factor) {
 }
 void KeptGradients::add() { apply(1); }
 void KeptGradients::subtract() { apply(-1); }
+
+void KeptGradients::restore() {
+  for (const Entry& entry : std::exchange(entries_, {})) entry.parameter.set_grad(entry.value);
+}
 
 void KeptGradients::scale(double factor) {
   const NoGradGuard no_grad;

@@ -17,6 +17,8 @@ class KeptGradients {
   void take(const NamedTensors& parameters);
   void add();       // to what is there now
   void subtract();  // before more is added to the mean
+  // In place of what is there now.
+  void restore();
   void clear() { entries_.clear(); }
   void scale(double factor);
   // Around each backward, to see what somebody else has cleared meanwhile: that is forgotten.

@@ -25,6 +25,10 @@
 #include <tessera/optim/schedule.h>
 
 namespace tessera {
+namespace data {
+class LoaderBase;
+}
+
 // Whether an object that the Accelerator points to is still there. What the Accelerator hangs on
 // the object (a scope around calls, a gate) owns the token, and goes with it.
 class Life {
@@ -68,6 +72,12 @@ struct ModelRecord : accelerate::ParallelizedModel {
   bool consumed = true;  // an optimizer has stepped since the last backward
   // A window's gradients are there, and neither a step nor a zero_grad() of an optimizer has come.
   bool owes_step = false;
+  // The loader that the last micro-batch came from, and how many loops over it had been left.
+  struct Reading {
+    const data::LoaderBase* loader = nullptr;
+    int64_t loops_left = 0;
+  };
+  Reading reading;
   double divisor = 1;  // that this rank's gradients were divided by without communication
   // Of the last clip that began with this parameter of `parameters`.
   std::unordered_map<const TensorImpl*, Tensor> norms;
@@ -98,6 +108,14 @@ struct ModelRecord : accelerate::ParallelizedModel {
               : "the whole model was when it was prepared, so that each rank would train it "
                 "by itself; call prepare() with it again, on every rank");
     }
+  }
+  // What backwards have added since the window began goes; what was there before it stays.
+  void leave_window() {
+    window.leave();
+    owes_step = false;
+    if (parallel) parallel->pass().drop_sums();
+    for (const NamedTensor& named : parameters) named.tensor.set_grad(Tensor());
+    kept.restore();
   }
   bool has_weight() const {
     if (!reduces()) return window.weight() != 0;

@@ -21,13 +21,21 @@ class StepWindow {
       index_ = 0;
       steps_ = steps;
       weight_ = 0;
-      pending_ = reduced_ = false;
+      pending_ = reduced_ = left_ = false;
     } else {
       ++index_;
     }
     weighed_ = false;
     boundary_ = ends || index_ + 1 >= steps_;
   }
+
+  // Ends the window before its last micro-batch: the next one begins another.
+  void leave() {
+    boundary_ = left_ = true;
+    pending_ = reduced_ = false;
+    weight_ = 0;
+  }
+  bool left() const { return left_; }  // and no other has begun
 
   int64_t index() const { return index_; }
   bool is_boundary() const { return boundary_; }  // this micro-batch is the window's last
@@ -58,7 +66,7 @@ class StepWindow {
   int64_t index_ = 0;
   bool boundary_ = true;
   bool weighed_ = false;
-  bool pending_ = false, reduced_ = false;
+  bool pending_ = false, reduced_ = false, left_ = false;
   double weight_ = 0, micro_weight_ = 0;
 };
 

@@ -197,6 +197,16 @@ void BackwardPass::reduce_alone() {
   end();
 }
 
+void BackwardPass::drop_sums() {
+  for (ManagedParam& param : params_) {
+    param.reduced = param.undivided = false;
+    for (const Tensor& holder : {param.tensor, param.shard}) {
+      if (holder.defined()) holder.set_grad(Tensor());
+    }
+  }
+  backwards_in_window_ = 0;
+}
+
 void BackwardPass::fail_backward(const std::string& what) {
   failure_ = what;
   if (schedule_->tells_failures()) {

@@ -147,6 +147,8 @@ class BackwardPass {
   // What lies in `.grad` is reduced by itself: no backward of the step comes to these parameters
   // any more. The plan must synchronise. Collective, and for other ranks as a backward is.
   void reduce_alone();
+  // What lies in `.grad`, reduced or not, belongs to no step and goes.
+  void drop_sums();
   bool tells_failures() const { return schedule_->tells_failures(); }
   bool in_backward() const { return in_pass_; }
   bool reduces() const { return in_pass_ && synchronises_; }  // the one under way

@@ -1,9 +1,10 @@
-// Windows of several models with a loss each, and what may be saved when: on ranks as in one
-// process.
+// Windows of several models with a loss each, windows that a loop leaves, and what may be saved
+// when: on ranks as in one process.
 // ctest labels: threads
 #include "accelerate/accelerator_fixture.h"
 
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -164,6 +165,103 @@ TEST(SeveralModels, OfWhichOneIsFrozenJustNowTrainAsInOneProcess) {
       }
     });
   }
+}
+
+// ---- Windows that a loop leaves ----------------------------------------------------------------
+
+// A loop over a prepared loader that is left after `batches` of it, then whole windows.
+void leave_and_go_on(Training& run, int batches, bool clears, bool throws) {
+  data::DataLoader loader(run.line, {.batch_size = 8});
+  run.accelerator.prepare(loader);
+  int seen = 0;
+  try {
+    for (auto& batch : loader) {
+      const auto scope = run.accelerator.accumulate(run.first, run.second);
+      const std::array<Tensor, 2> own = {batch[0], batch[1]};
+      run.accelerator.backward(loss_of(run.first, own) + loss_of(run.second, own));
+      run.step();
+      if (++seen < batches) continue;
+      if (throws) throw std::runtime_error("left");
+      break;
+    }
+  } catch (const std::runtime_error&) {
+  }
+  if (clears) {
+    run.first_optimizer.zero_grad(), run.second_optimizer.zero_grad();
+    for (const Tensor& parameter : run.first.parameters()) {
+      EXPECT_FALSE(parameter.grad().defined());
+    }
+  } else {
+    EXPECT_FALSE(run.first_optimizer.step());
+  }
+}
+void train_windows(Training& run, int64_t micro_batches) {
+  for (int64_t micro = 0; micro < micro_batches; ++micro) {
+    const auto scope = run.accelerator.accumulate(run.first, run.second);
+    const auto batch = run.batch(micro);
+    run.accelerator.backward(loss_of(run.first, batch) + loss_of(run.second, batch));
+    run.step();
+  }
+}
+
+TEST(LeftWindows, GiveNothingToTheNextOnes) {
+  for (const bool clears : {false, true}) {
+    for (const bool throws : {false, true}) {
+      SCOPED_TRACE(testing::Message() << clears << throws);
+      expect_as_in_one_process(
+          3,
+          [&](Training& run) {
+            leave_and_go_on(run, 2, clears, throws);
+            run.norms.clear();
+            train_windows(run, 6);
+          },
+          [](Training& run) { train_windows(run, 6); });
+    }
+  }
+}
+
+TEST(LeftWindows, LetTheGradientsOfEarlierOnesStay) {
+  on_ranks(1, [](int) {
+    Training run({.accumulation = 2});
+    for (int64_t micro = 0; micro < 2; ++micro) {  // a window that nobody clears
+      const auto scope = run.accelerator.accumulate(run.first);
+      run.accelerator.backward(loss_of(run.first, run.batch(micro)));
+    }
+    const Values before = gradients_of(run.first);
+    {
+      data::DataLoader loader(run.line, {.batch_size = 8});
+      run.accelerator.prepare(loader);
+      for (auto& batch : loader) {
+        const auto scope = run.accelerator.accumulate(run.first);
+        run.accelerator.backward(loss_of(run.first, {batch[0], batch[1]}));
+        break;
+      }
+    }
+    EXPECT_FALSE(run.first_optimizer.step());
+    EXPECT_EQ(gradients_of(run.first), before);
+  });
+}
+
+// A window that its loader's end does not end goes on in the next loop.
+TEST(LeftWindows, AreNotThoseThatSpanEpochs) {
+  on_ranks(1, [](int) {
+    Accelerator accelerator({.gradient_accumulation_steps = 4, .sync_with_dataloader = false});
+    Regression model;
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+    const Line line(24);
+    data::DataLoader loader(line, {.batch_size = 8});
+    accelerator.prepare(model, optimizer, loader);
+    int steps = 0;
+    for (int epoch = 0; epoch < 4; ++epoch) {
+      for (auto& batch : loader) {
+        const auto scope = accelerator.accumulate(model);
+        accelerator.backward(loss_of(model, {batch[0], batch[1]}));
+        steps += optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+    EXPECT_EQ(steps, 3);
+  });
 }
 
 // ---- What may be saved when --------------------------------------------------------------------
