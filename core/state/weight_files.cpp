@@ -1,6 +1,8 @@
 #include <tessera/core/state/weight_files.h>
 
+#include <signal.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -32,12 +34,16 @@ constexpr const char* kLoad = "load_model";
 constexpr const char* kWeightsName = "model.safetensors";
 constexpr const char* kIndexName = "model.safetensors.index.json";
 
+// What the names of shards end with. An index that is there keeps its shards until the next one has
+// its name: of as many shards these are called otherwise.
+constexpr std::string_view kShardEnds[] = {".safetensors", "-b.safetensors"};
+
 // "model-00002-of-00003.safetensors"
-std::string shard_name(size_t index, size_t count) {
+std::string shard_name(size_t index, size_t count, std::string_view end) {
   if (count == 1) return kWeightsName;
   char name[64];
-  std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", index + 1, count);
-  return name;
+  std::snprintf(name, sizeof name, "model-%05zu-of-%05zu", index + 1, count);
+  return std::string(name).append(end);
 }
 bool is_digits(std::string_view text) {
   return !text.empty() && std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
@@ -45,11 +51,38 @@ bool is_digits(std::string_view text) {
 // What an earlier save of this kind may have left.
 bool is_own_name(std::string_view name) {
   if (name == kWeightsName || name == kIndexName) return true;
-  constexpr std::string_view kBegin = "model-", kEnd = ".safetensors";
-  if (!name.starts_with(kBegin) || !name.ends_with(kEnd)) return false;
-  name = name.substr(kBegin.size(), name.size() - kBegin.size() - kEnd.size());
-  const size_t of = name.find("-of-");
-  return of != name.npos && is_digits(name.substr(0, of)) && is_digits(name.substr(of + 4));
+  constexpr std::string_view kBegin = "model-";
+  return std::ranges::any_of(kShardEnds, [&](std::string_view end) {
+    if (!name.starts_with(kBegin) || !name.ends_with(end)) return false;
+    const std::string_view numbers =
+        name.substr(kBegin.size(), name.size() - kBegin.size() - end.size());
+    const size_t of = numbers.find("-of-");
+    return of != numbers.npos && is_digits(numbers.substr(0, of)) &&
+           is_digits(numbers.substr(of + 4));
+  });
+}
+
+// The first by which the index in the folder, if there is one, names no shard of as many.
+std::string_view free_shard_end(const std::string& folder, size_t count) {
+  const fs::path path = fs::path(folder) / kIndexName;
+  std::error_code error;
+  std::set<std::string> named;
+  if (fs::is_regular_file(path, error)) {
+    const MappedFile file(path.string());
+    const Json index = Json::parse(file.text().begin(), file.text().end(), nullptr, false);
+    const auto map = index.is_object() ? index.find("weight_map") : index.end();
+    if (index.is_object() && map != index.end() && map->is_object()) {
+      for (const auto& [name, shard] : map->items()) {
+        if (shard.is_string()) named.insert(shard.get<std::string>());
+      }
+    }
+  }
+  for (const std::string_view end : kShardEnds) {
+    bool taken = false;
+    for (size_t i = 0; i < count; ++i) taken |= named.contains(shard_name(i, count, end));
+    if (!taken) return end;
+  }
+  return kShardEnds[0];
 }
 
 std::vector<std::vector<const StoredWeight*>> cut_shards(const std::vector<StoredWeight>& sources,
@@ -76,7 +109,9 @@ class StagingFolder {
                 folder, "' must be a folder or not exist; it is a file: nothing was saved; choose ",
                 "another path.");
     make_folders(folder);
-    std::string pattern = (fs::path(folder) / ".saving-XXXXXX").string();
+    remove_leftovers(folder);
+    std::string pattern =
+        (fs::path(folder) / (kPrefix + std::to_string(::getpid()) + "-XXXXXX")).string();
     TS_CHECK_AS(IoError, ::mkdtemp(pattern.data()) != nullptr, kSave, "cannot write to '", folder,
                 "': ", std::generic_category().message(errno), "; choose one that can be written.");
     path_ = pattern;
@@ -90,6 +125,25 @@ class StagingFolder {
   const fs::path& path() const { return path_; }
 
  private:
+  inline static const std::string kPrefix = ".saving-";
+  // Of saves that were killed: of processes that are gone from this machine.
+  static void remove_leftovers(const std::string& folder) {
+    std::vector<fs::path> left;
+    std::error_code error;
+    for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
+         entry.increment(error)) {
+      const std::string name = entry->path().filename().string();
+      std::error_code status;
+      if (!name.starts_with(kPrefix) || !entry->is_directory(status)) continue;
+      const std::string owner =
+          name.substr(kPrefix.size(), name.find('-', kPrefix.size()) - kPrefix.size());
+      const bool names_owner =
+          is_digits(owner) && owner.size() < 10 && name.size() > kPrefix.size() + owner.size();
+      if (names_owner && (::kill(std::stoi(owner), 0) == 0 || errno != ESRCH)) continue;
+      left.push_back(entry->path());
+    }
+    for (const fs::path& path : left) fs::remove_all(path, error);
+  }
   fs::path path_;
 };
 
@@ -174,10 +228,11 @@ SavedModel write_weights(const StoredWeights& stored, const std::string& folder,
   const int64_t limit = parse_byte_size(max_shard_size);
   const StagingFolder staging(folder);
   const auto shards = cut_shards(stored.weights, limit);
+  const std::string_view end = free_shard_end(folder, shards.size());
   SavedModel saved;
   Json weight_map = Json::object();
   for (size_t i = 0; i < shards.size(); ++i) {
-    const std::string name = shard_name(i, shards.size());
+    const std::string name = shard_name(i, shards.size(), end);
     for (const StoredWeight* weight : shards[i]) {
       weight_map[weight->name] = name;
       saved.bytes += weight->bytes();
@@ -190,8 +245,10 @@ SavedModel write_weights(const StoredWeights& stored, const std::string& folder,
     write_file_atomically((staging.path() / kIndexName).string(), index.dump(2) + "\n");
     saved.files.push_back(kIndexName);
   }
-  // Everything is on the disk: from here on there are only renames.
+  // Everything is on the disk: from here on there are only renames. What is loaded is the old or
+  // the new, as the last one decides.
   for (const std::string& name : saved.files) {
+    if (name == kIndexName) sync_folder(folder);
     std::error_code error;
     fs::rename(staging.path() / name, fs::path(folder) / name, error);
     TS_CHECK_AS(IoError, !error, kSave, "cannot rename to '", (fs::path(folder) / name).string(),
@@ -211,6 +268,7 @@ SavedModel write_weights(const StoredWeights& stored, const std::string& folder,
     TS_CHECK_AS(IoError, !error, kSave, "cannot remove '", path.string(),
                 "' of an earlier save: ", error.message(), "; remove it by hand.");
   }
+  if (!stale.empty()) sync_folder(folder);
   return saved;
 }
 

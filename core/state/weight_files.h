@@ -43,7 +43,8 @@ struct SavedModel {
 };
 // Whole tensors by name. All files are written and forced to the disk under `folder` before the
 // first is renamed to its name; the index comes after the shards, then files of an earlier save
-// that are no longer part of it go. IoError for a path that is a file and for what cannot be
+// that are no longer part of it go. Whenever a save is killed, what loads is the old model or the
+// new one: over an index of as many shards their names end with "-b.safetensors", and in turn. IoError for a path that is a file and for what cannot be
 // written, DeviceError for a tensor without bytes (meta), ConfigError for the shard size.
 SavedModel save_weights(const StateDict& weights, const std::string& folder,
                         const SaveModelOptions& options = {});

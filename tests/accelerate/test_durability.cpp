@@ -429,5 +429,77 @@ TEST_F(Durability, TheIndexOfAModelComesAfterItsShardsAndBothAreOnTheDiskWhenThe
   EXPECT_EQ(value_of_model(disk.lazy() + "/deep/out"), 1.0);
 }
 
+// Over shards of an earlier save, as many, fewer, more, or one file; and over what a killed save
+// has left.
+TEST_F(Durability, ShardsOfAModelAreReplacedAllOrNone) {
+  const std::string shards[] = {"40B", "80B", "1GB"};
+  for (const std::string& before : shards) {
+    for (const std::string& after : shards) {
+      fs::remove_all(path("out"));
+      save_weights(weights_of(1), path("out"), {.max_shard_size = before});
+      {
+        DiskCalls disk(path(""));
+        at_any_crash(disk, [&](const std::string& image, const std::string& when) {
+          const auto value = value_of_model(image + "/out");
+          EXPECT_TRUE(value == 1.0 || value == 2.0) << before << " by " << after << ", " << when;
+        });
+        save_weights(weights_of(2), path("out"), {.max_shard_size = after});
+        disk.look = {};
+        EXPECT_EQ(value_of_model(disk.lazy() + "/out"), 2.0);
+      }
+      save_weights(weights_of(3), path("out"), {.max_shard_size = after});
+      EXPECT_EQ(value_of_model(path("out")), 3.0);
+    }
+  }
+}
+
+TEST_F(Durability, AKilledSaveOfShardsIsSavedOverAndWhatItLeftGoes) {
+  const SaveModelOptions small{.max_shard_size = "40B"};
+  save_weights(weights_of(1), path("out"), small);
+  const auto files_of = [&](const std::string& folder) {
+    size_t files = 0;
+    for (const auto& entry : fs::directory_iterator(folder)) {
+      files += entry.path().filename().string().starts_with(".saving-") ? 1000 : 1;
+    }
+    return files;
+  };
+  const size_t files = files_of(path("out"));
+  const TestFolder elsewhere;
+  std::vector<std::string> images;
+  {
+    DiskCalls disk(path(""));
+    disk.look = [&] {
+      const std::string image = elsewhere.path(std::to_string(images.size()));
+      fs::copy(path("out"), image, fs::copy_options::recursive);
+      // As of a process that is gone.
+      for (const auto& entry : fs::directory_iterator(image)) {
+        const std::string name = entry.path().filename().string();
+        const size_t random = name.rfind('-');
+        if (!name.starts_with(".saving-")) continue;
+        fs::rename(entry.path(), fs::path(image) / (".saving-999999999" + name.substr(random)));
+        break;
+      }
+      images.push_back(image);
+    };
+    save_weights(weights_of(2), path("out"), small);
+    disk.look = {};
+  }
+  ASSERT_GT(images.size(), 5u);
+  for (const std::string& image : images) {
+    save_weights(weights_of(3), image, small);
+    EXPECT_EQ(value_of_model(image), 3.0);
+    EXPECT_EQ(files_of(image), files) << image;
+  }
+}
+
+// One that goes on is left alone.
+TEST_F(Durability, FoldersOfSavesUnderWayStay) {
+  fs::create_directories(path("out/.saving-" + std::to_string(::getpid()) + "-abcdef"));
+  fs::create_directories(path("out/.saving-abcdef"));  // as earlier versions named them
+  save_weights(weights_of(1), path("out"));
+  EXPECT_TRUE(fs::exists(path("out/.saving-" + std::to_string(::getpid()) + "-abcdef")));
+  EXPECT_FALSE(fs::exists(path("out/.saving-abcdef")));
+}
+
 }  // namespace
 }  // namespace tessera::test_durability
