@@ -6,6 +6,7 @@
 #include <tessera/autograd/engine.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/replaced_leaf.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
@@ -19,6 +20,12 @@ std::mutex& leaf_mutex(const TensorImpl* leaf) {
 static bool owns_its_bytes(const Tensor& tensor) {
   return tensor.use_count() == 1 && tensor.storage().use_count() == 1 &&
          !tensor.storage()->is_foreign() && tensor.storage()->bytes() == tensor.nbytes();
+}
+
+static void call_post_accumulate_hooks(const AutogradSlot& slot, const Tensor& leaf) {
+  if (!slot.post_accumulate_hooks) return;
+  const auto hooks = *slot.post_accumulate_hooks;  // a hook may remove itself
+  for (const PostAccumulateHook& hook : hooks) hook.call(leaf);
 }
 
 AccumulateGrad::AccumulateGrad(const Tensor& leaf) : leaf_(leaf) {
@@ -61,11 +68,38 @@ TensorList AccumulateGrad::apply(TensorList grads) {
       add_(placement == nullptr ? slot.grad : raw::alias(slot.grad), gradient);
     }
   }
-  if (slot.post_accumulate_hooks) {
-    const auto hooks = *slot.post_accumulate_hooks;  // a hook may remove itself
-    for (const PostAccumulateHook& hook : hooks) hook.call(leaf_);
-  }
+  call_post_accumulate_hooks(slot, leaf_);
   return {};
+}
+
+void set_replaced(const Tensor& leaf, bool replaced) {
+  ensure_autograd_slot(leaf).replaced = replaced;
+}
+bool is_replaced(const Tensor& leaf) {
+  const AutogradSlot* slot = autograd_slot(leaf);
+  return slot != nullptr && slot->replaced;
+}
+
+bool run_leaf_hooks(const Tensor& leaf) {
+  const AutogradSlot* slot = autograd_slot(leaf);
+  if (slot == nullptr || !leaf.grad().defined()) return false;
+  const auto empty = [](const auto& hooks) { return hooks == nullptr || hooks->empty(); };
+  if (empty(slot->leaf_hooks) && empty(slot->post_accumulate_hooks)) return false;
+  const NoGradGuard no_grad;
+  if (slot->leaf_hooks != nullptr) {
+    const GradHooks hooks = *slot->leaf_hooks;  // a hook may remove itself
+    for (const GradHook& hook : hooks) {
+      const Tensor gradient = raw::alias(leaf.grad());
+      const Tensor replaced = hook.call(gradient);
+      if (!replaced.defined() || replaced.is(gradient)) continue;
+      TS_CHECK_SHAPE(replaced.shape() == gradient.shape(), "register_hook",
+                     "the hook of a parameter in parts gets this rank's part, ", gradient,
+                     ", and gave ", replaced, "; give a tensor of its shape");
+      copy_(gradient, replaced);
+    }
+  }
+  call_post_accumulate_hooks(*slot, leaf);
+  return true;
 }
 
 }  // namespace tessera

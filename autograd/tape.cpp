@@ -6,6 +6,7 @@
 #include <tessera/autograd/engine.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/replaced_leaf.h>
 #include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
@@ -79,6 +80,9 @@ TensorList grad(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
     wanted.push_back(gradient_edge(inputs[i]));
     TS_CHECK_AS(AutogradError, wanted.back().node != nullptr, "grad", "input ", i, " (", inputs[i],
                 ") does not require grad; call set_requires_grad() before using it");
+    TS_CHECK_AS(UnsupportedError, !is_replaced(inputs[i]), "grad", "input ", i, " (", inputs[i],
+                ") is this rank's part of a parameter, and what was calculated has read the whole; "
+                "call backward(), after which `.grad` is this rank's part of the gradient");
   }
   if (wanted.empty()) return {};
   TensorList results = run_backward({.roots = roots.edges,

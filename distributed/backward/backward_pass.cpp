@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/replaced_leaf.h>
 #include <tessera/autograd/zero_grad_hook.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
@@ -182,8 +183,20 @@ void BackwardPass::end() {
     ++reductions_;
   }
   if (!synchronises_) hook_clearing();
-  backwards_in_window_ = synchronises_ && divides() ? 0 : backwards_in_window_ + 1;
+  const bool whole_sum = synchronises_ && divides();
+  backwards_in_window_ = whole_sum ? 0 : backwards_in_window_ + 1;
   schedule_->end();
+  if (whole_sum) run_hooks_of_parts();
+}
+
+// Last, so that the other ranks wait for nothing where one throws.
+void BackwardPass::run_hooks_of_parts() {
+  const UsedParameters used = schedule_->used();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    ManagedParam& param = params_[i];
+    if (!param.shard.defined() || used.any[i] == 0) continue;
+    if (run_leaf_hooks(param.shard)) param.set_reduced();
+  }
 }
 
 void BackwardPass::shadow_backward() {

@@ -11,6 +11,9 @@
 // zero_grad between, would count the first one twice and is refused, unless the caller says by
 // resume_sum() or keep_gradients() what the first is to be.
 //
+// [Note: hooks of parts] Where ranks hold parts, hooks on a parameter run when its gradient has been
+// reduced and divided, with this rank's part: once in each such backward.
+//
 // [Note: clearing] Where ranks hold parts, what backwards without a reduction add up lies with the
 // wholes, and zero_grad() is called for the parts. It clears both, as it does for replicas.
 //
@@ -238,6 +241,7 @@ class BackwardPass {
   void append(const std::string& name, const Tensor& tensor);
   void hook_leaves(size_t first);
   void hook_clearing();
+  void run_hooks_of_parts();
   void gradient_arrived(size_t param);
   void make_ready(size_t param, bool arrived);
   void reduce_rest();

@@ -5,6 +5,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/replaced_leaf.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/initial_values.h>
@@ -38,7 +39,11 @@ ParamGroup::ParamGroup(Options options, std::vector<ShardedParam> params)
   }
 }
 
-ParamGroup::~ParamGroup() = default;
+ParamGroup::~ParamGroup() {
+  for (const ShardedParam& param : params_) {
+    if (param.shard.defined()) set_replaced(param.shard, false);
+  }
+}
 
 bool ParamGroup::follow_requires_grad() {
   const auto differs = [](const ShardedParam& param) {
@@ -121,6 +126,7 @@ void ParamGroup::become_shard(ShardedParam& param, const Tensor& part, const Pla
   param.shard.set_data(part);
   param.shard.bump_version("a cut into shards");
   copy_guard(model, param.shard);
+  set_replaced(param.shard, true);
 }
 
 void ParamGroup::show_wholes() {

@@ -100,6 +100,7 @@ class UnitSchedule final : public GradientSchedule {
   void launch_ready() override;
   void finish() override;
   void end() override;
+  UsedParameters used() const override { return {.own = {}, .any = used_}; }
 
  private:
   struct Place {
