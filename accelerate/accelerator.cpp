@@ -238,6 +238,7 @@ void Accelerator::State::check_micro_batch() const {
   const data::LoaderBase* loader = loader_plan->active();
   if (micro_batch_size == 0 || loader == nullptr) return;
   const int64_t given = loader->options().batch_size;
+  if (given == data::kNoBatching) return;  // of any sizes
   const int64_t own = settings.split_batches ? given / data_ranks : given;
   TS_CHECK_AS(ConfigError, own == micro_batch_size, "backward", settings.deepspeed->name, " says ",
               batch_arithmetic, ", and the loader has batches of ", own,

@@ -112,6 +112,7 @@ struct JoinUnevenOptions {
 }  // namespace accelerate
 
 class Accelerator;
+struct ModelRecord;
 
 // A micro-batch that is open; accumulate() makes it.
 class [[nodiscard]] MicroBatch {
@@ -452,6 +453,7 @@ class Accelerator : public ProcessControl {
     return {.debug = settings().debug, .where = where};
   }
   void run(const accelerate::Preparation& preparation);
+  void note_short_window(ModelRecord& record);
   MicroBatch open(std::span<nn::ModuleBase* const> models, const AccumulateOptions& options);
 
   std::shared_ptr<State> state_;

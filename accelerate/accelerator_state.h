@@ -52,6 +52,7 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   std::vector<OpenMicro> open;
   uint64_t next_id = 0;
   bool joined = false;
+  bool has_told_of_cuts = false;
   // What a restart must know beside the objects' own states.
   struct Counters {
     int64_t micro_batches = 0;  // of all ranks, opened so far

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <tessera/accelerate/accelerator_state.h>
+#include <tessera/accelerate/logging.h>
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/context.h>
@@ -81,6 +82,7 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
   bool sync = true;
   for (const auto& record : micro.records) {
     record->window.begin_micro(record->steps.value_or(state.steps), ends);
+    if (ends && !options.ends_window && record->window.is_short()) note_short_window(*record);
     record->reading = {active_loader(), state.loader_plan->loops_left(active_loader())};
     sync = sync && record->window.is_boundary();
     record->plan_forward(
@@ -109,6 +111,20 @@ void Accelerator::State::end_left_windows() {
 void Accelerator::State::settle_gradients(OptimizerRecord& record) {
   for (const auto& model : models_of(record)) model->owes_step = false;
   loose_gradients = false;
+}
+
+// A program that cuts a batch into micro-batches has several in the loader's last one, and nobody
+// knows which of them is the last.
+void Accelerator::note_short_window(ModelRecord& record) {
+  const data::LoaderCursor in_hand = active_loader()->cursor();
+  if (std::exchange(record.short_at, in_hand) != in_hand || state_->has_told_of_cuts) return;
+  state_->has_told_of_cuts = true;
+  Logger("accumulate", *this)
+      .warning("several micro-batches of " + record.type_name +
+               " come from the loader's last batch, and each of them ends its window, so that the "
+               "optimizer steps more often than gradient_accumulation_steps says; where batches "
+               "are cut in the program set sync_with_dataloader false, and say {.ends_window = "
+               "true} in the last micro-batch");
 }
 
 void Accelerator::set_gradient_accumulation_steps(int64_t steps) {

@@ -91,8 +91,8 @@ void rethrow_with_example(int64_t index, int64_t epoch) {
 
 LoaderBase::LoaderBase(const DataLoaderOptions& options)
     : options_(options), seed_(options.seed.value_or(random_state().seed)) {
-  TS_CHECK(options.batch_size >= 1, kDataLoader, "the batch size must be at least 1; got ",
-           options.batch_size, ".");
+  TS_CHECK(options.batch_size >= 1 || options.batch_size == kNoBatching, kDataLoader,
+           "the batch size must be at least 1, or kNoBatching; got ", options.batch_size, ".");
   TS_CHECK(options.workers >= 0 && options.workers <= 1024, kDataLoader,
            "the number of workers must be 0 to 1024; got ", options.workers, ".");
   TS_CHECK(options.prefetch >= 1 && options.prefetch <= 1'000'000, kDataLoader,
@@ -349,7 +349,7 @@ int IndexedLoader::workers_for(int64_t position) const {
 
 StreamLoaderBase::StreamLoaderBase(const DataLoaderOptions& options)
     : LoaderBase(options),
-      share_{.batch_size = options.batch_size,
+      share_{.batch_size = detail::batched_examples(options),
              .tail = options.drop_last ? Tail::kDrop : Tail::kUneven} {
   TS_CHECK(!options.shuffle, "StreamLoader",
            "a stream has its own order; shuffle is asked for; shuffle in the data set.");

@@ -33,6 +33,7 @@
 #include <exception>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -50,9 +51,15 @@
 
 namespace tessera::data {
 
+// In place of a batch size: what the data set gives are batches that are made already, torch's
+// batch_size=None. They come as they are, or through a collate function of the loader's own, which
+// gets one at a time; each is as many rows as the first dimension of its first tensor says.
+// Positions, sizes and shuffling then count batches.
+inline constexpr int64_t kNoBatching = std::numeric_limits<int64_t>::min();
+
 struct DataLoaderOptions {
-  int64_t batch_size = 1;
-  bool shuffle = false;  // RandomSampler, else SequentialSampler
+  int64_t batch_size = 1;  // or kNoBatching
+  bool shuffle = false;    // RandomSampler, else SequentialSampler
   // Of the shuffling and of what examples draw. Without one the seed that the Context has when the
   // loader is made: that of manual_seed(). Ranks that share the loader then take rank 0's.
   std::optional<uint64_t> seed = {};
@@ -269,13 +276,47 @@ void set_valid(Batch& batch, int64_t samples) {
   }
 }
 
+// Examples in a batch.
+inline int64_t batched_examples(const DataLoaderOptions& options) {
+  return options.batch_size == kNoBatching ? 1 : options.batch_size;
+}
+// What makes the batches. ConfigError where batches are made already and are of another type.
+template <class Example, class Batch>
+Collator<Example, Batch> collator_for(const DataLoaderOptions& options,
+                                      Collator<Example, Batch> given) {
+  using Rule = Batch (*)(std::span<Example>);
+  const Rule* const rule = given.template target<Rule>();
+  if (options.batch_size != kNoBatching || rule == nullptr) return given;
+  if constexpr (std::is_same_v<Example, Batch>) {
+    if (*rule != &data::collate<Example>) return given;
+    return [](std::span<Example> examples) -> Batch { return std::move(examples[0]); };
+  } else {
+    TS_THROW(ConfigError, "DataLoader",
+             "kNoBatching hands out the examples, and collating makes batches of another type of "
+             "these; give a function that makes a batch of one example, or a batch size.");
+  }
+}
+template <class Batch>
+int64_t rows_of(Batch& batch) {
+  BatchTensors found;
+  found(batch);
+  for (const Tensor* tensor : found.tensors) {
+    if (tensor->dim() > 0) return tensor->size(0);
+  }
+  return 1;
+}
+
 // A batch of examples, of which the first `samples` count and the first one stands at `place`.
 template <class Example, class Batch>
 BatchShare collate_share(const Collator<Example, Batch>& collate, std::vector<Example>& examples,
-                         int64_t samples, uint64_t seed, const ExamplePlace& place) {
+                         int64_t samples, bool is_batch, uint64_t seed, const ExamplePlace& place) {
   const ExampleScope scope(seed, place, ExampleScope::Part::kCollate);
-  const auto rows = static_cast<int64_t>(examples.size());
+  auto rows = static_cast<int64_t>(examples.size());
   auto batch = std::make_shared<Batch>(collate(std::span<Example>(examples)));
+  if (is_batch) {
+    rows = rows_of(*batch);
+    if (samples > 0) samples = rows;
+  }
   samples = std::min(rows, samples);
   set_valid(*batch, samples);
   return {std::move(batch), rows, samples, false};
@@ -342,11 +383,12 @@ class DataLoader : public IndexedLoader {
   // data set.
   DataLoader(DatasetPtr<Example> dataset, std::shared_ptr<const Sampler> sampler,
              const DataLoaderOptions& options = {}, Collate collate = data::collate<Example>)
-      : IndexedLoader(options, dataset->size(),
-                      std::make_shared<BatchSource>(std::move(sampler), options.batch_size,
-                                                    options.drop_last)),
+      : IndexedLoader(
+            options, dataset->size(),
+            std::make_shared<BatchSource>(std::move(sampler), detail::batched_examples(options),
+                                          options.drop_last)),
         dataset_(std::move(dataset)),
-        collate_(std::move(collate)) {}
+        collate_(detail::collator_for<Example, Batch>(options, std::move(collate))) {}
   // Batches of any sizes: options.shuffle and batch_size are not looked at, and drop_last only
   // where ranks share the loader: it leaves out a last turn in which not every rank has a batch.
   DataLoader(DatasetPtr<Example> dataset, std::shared_ptr<const BatchSampler> sampler,
@@ -354,7 +396,11 @@ class DataLoader : public IndexedLoader {
       : IndexedLoader(options, dataset->size(),
                       std::make_shared<BatchSamplerSource>(std::move(sampler))),
         dataset_(std::move(dataset)),
-        collate_(std::move(collate)) {}
+        collate_(std::move(collate)) {
+    TS_CHECK_AS(ConfigError, options.batch_size != kNoBatching, "DataLoader",
+                "a batch sampler makes batches of examples, and kNoBatching says that these are "
+                "batches; give one of them.");
+  }
 
   using Iterator = detail::BatchIterator<Batch, DataLoader>;
   Iterator begin() {
@@ -377,10 +423,11 @@ class DataLoader : public IndexedLoader {
 
   class Maker : public BatchMaker {
    public:
-    Maker(DatasetPtr<Example> dataset, Collate collate, Source source, std::vector<Source> others,
-          uint64_t seed, int64_t epoch)
+    Maker(DatasetPtr<Example> dataset, Collate collate, bool is_batch, Source source,
+          std::vector<Source> others, uint64_t seed, int64_t epoch)
         : dataset_(std::move(dataset)),
           collate_(std::move(collate)),
+          is_batch_(is_batch),
           source_(std::move(source)),
           others_(std::move(others)),
           seed_(seed),
@@ -412,12 +459,13 @@ class DataLoader : public IndexedLoader {
           detail::rethrow_with_example(index, epoch_);
         }
       }
-      return detail::collate_share(collate_, examples, source.valid(position), seed_,
+      return detail::collate_share(collate_, examples, source.valid(position), is_batch_, seed_,
                                    {epoch_, source.order_position(position, 0)});
     }
 
     DatasetPtr<Example> dataset_;
     Collate collate_;
+    bool is_batch_;  // each example
     Source source_;
     std::vector<Source> others_;
     uint64_t seed_;
@@ -432,7 +480,8 @@ class DataLoader : public IndexedLoader {
     return std::make_shared<SequentialSampler>(size);
   }
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
-    return std::make_unique<Maker>(dataset_, collate_, source(), others(), seed(), from.epoch);
+    return std::make_unique<Maker>(dataset_, collate_, options().batch_size == kNoBatching,
+                                   source(), others(), seed(), from.epoch);
   }
   FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
@@ -534,7 +583,9 @@ class StreamLoader : public StreamLoaderBase {
                Collate collate = data::collate<Example>) = delete;
   StreamLoader(DatasetPointer dataset, const DataLoaderOptions& options = {},
                Collate collate = data::collate<Example>)
-      : StreamLoaderBase(options), dataset_(std::move(dataset)), collate_(std::move(collate)) {}
+      : StreamLoaderBase(options),
+        dataset_(std::move(dataset)),
+        collate_(detail::collator_for<Example, Batch>(options, std::move(collate))) {}
 
   using Iterator = detail::BatchIterator<Batch, StreamLoader>;
   Iterator begin() {
@@ -554,10 +605,11 @@ class StreamLoader : public StreamLoaderBase {
 
   class Maker : public BatchMaker {
    public:
-    Maker(DatasetPointer dataset, Collate collate, const StreamShare& share, bool looks_ahead,
-          uint64_t seed, const LoaderCursor& from)
+    Maker(DatasetPointer dataset, Collate collate, bool is_batch, const StreamShare& share,
+          bool looks_ahead, uint64_t seed, const LoaderCursor& from)
         : dataset_(std::move(dataset)),
           collate_(std::move(collate)),
+          is_batch_(is_batch),
           share_(share),
           looks_ahead_(looks_ahead),
           seed_(seed),
@@ -684,14 +736,15 @@ class StreamLoader : public StreamLoaderBase {
       if (examples.empty()) return {};
       // By parts each rank has its own turn at this position.
       const int64_t first = in_part(share_.by_parts ? first_part_ : 0, position + begin);
-      BatchShare share =
-          detail::collate_share(collate_, examples, samples, seed_, {from_.epoch, first});
+      BatchShare share = detail::collate_share(collate_, examples, samples, is_batch_, seed_,
+                                               {from_.epoch, first});
       share.last = is_last_of(rank);
       return share;
     }
 
     DatasetPointer dataset_;
     Collate collate_;
+    bool is_batch_;  // each example
     StreamShare share_;
     bool looks_ahead_;
     uint64_t seed_;
@@ -709,7 +762,8 @@ class StreamLoader : public StreamLoaderBase {
 
   int64_t num_parts() const override { return dataset_->num_parts(); }
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
-    return std::make_unique<Maker>(dataset_, collate_, share(), looks_ahead(), seed(), from);
+    return std::make_unique<Maker>(dataset_, collate_, options().batch_size == kNoBatching, share(),
+                                   looks_ahead(), seed(), from);
   }
   FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }

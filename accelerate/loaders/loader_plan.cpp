@@ -223,6 +223,7 @@ LoaderPlan::~LoaderPlan() { state_->remove_all(); }
 void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* codec) {
   if (is_prepared(loader)) return;
   check_free(loader);
+  check_splits(loader);
   const LoaderMode mode = mode_for(options_.dispatch_batches.value_or(false), codec);
   if (mode != LoaderMode::kWhole) {
     TS_CHECK_AS(ConfigError, !is_share(*loader.source()), kPrepareLoader,
@@ -247,6 +248,7 @@ void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* 
 void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec* codec) {
   if (is_prepared(loader)) return;
   check_free(loader);
+  check_splits(loader);
   const bool by_parts = ranks_.size() > 1 && loader.num_parts() >= ranks_.size() &&
                         !options_.dispatch_batches.value_or(false);
   const LoaderMode mode =
@@ -273,6 +275,15 @@ void LoaderPlan::check_free(const data::LoaderBase& loader) const {
                 "a loader has one plan, and another one has prepared this; make a loader for each, "
                 "or release() it there first.");
   }
+}
+
+void LoaderPlan::check_splits(const data::LoaderBase& loader) const {
+  TS_CHECK_AS(ConfigError,
+              ranks_.size() == 1 || !options_.split_batches ||
+                  loader.options().batch_size != data::kNoBatching,
+              kPrepareLoader,
+              "split_batches cuts batches that the loader makes; this one's are made already "
+              "(kNoBatching); leave split_batches off.");
 }
 
 std::vector<data::LoaderBase*> LoaderPlan::loaders() const { return state_->loaders(); }
@@ -337,7 +348,8 @@ std::string LoaderPlan::describe(const data::LoaderBase& loader) const {
   if (total == 0) {
     out << "batches of any size";
   } else {
-    out << total / ranks_.size() << " samples";
+    out << total / ranks_.size()
+        << (loader.options().batch_size == data::kNoBatching ? " batch made already" : " samples");
   }
   if (how != LoaderMode::kWhole) {
     const char* const kTails[] = {"even batches", "uneven batches", "last turn dropped"};

@@ -122,6 +122,7 @@ class LoaderPlan {
  private:
   class State;
   void check_free(const data::LoaderBase& loader) const;
+  void check_splits(const data::LoaderBase& loader) const;
   LoaderMode mode_for(bool dispatch, const BatchCodec* codec) const;
   std::shared_ptr<data::BatchRelay> relay_for(LoaderMode mode, const data::LoaderBase& loader,
                                               const BatchCodec* codec) const;

@@ -20,15 +20,12 @@
 #include <tessera/core/error.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/core/tensor/tensor.h>
+#include <tessera/data/dataloader.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/optimizer.h>
 #include <tessera/optim/schedule.h>
 
 namespace tessera {
-namespace data {
-class LoaderBase;
-}
-
 // Whether an object that the Accelerator points to is still there. What the Accelerator hangs on
 // the object (a scope around calls, a gate) owns the token, and goes with it.
 class Life {
@@ -78,6 +75,8 @@ struct ModelRecord : accelerate::ParallelizedModel {
     int64_t loops_left = 0;
   };
   Reading reading;
+  // The batch in hand, a loader's last, that has ended a window before its time.
+  std::optional<data::LoaderCursor> short_at;
   double divisor = 1;  // that this rank's gradients were divided by without communication
   // Of the last clip that began with this parameter of `parameters`.
   std::unordered_map<const TensorImpl*, Tensor> norms;

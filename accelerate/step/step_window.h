@@ -39,7 +39,8 @@ class StepWindow {
 
   int64_t index() const { return index_; }
   bool is_boundary() const { return boundary_; }  // this micro-batch is the window's last
-  bool is_whole() const { return boundary_ && index_ == 0; }  // it is all of the window
+  bool is_short() const { return boundary_ && index_ + 1 < steps_; }  // the last, before its time
+  bool is_whole() const { return boundary_ && index_ == 0; }          // it is all of the window
 
   // In units of the nominal weight. Several backwards of one micro-batch (two losses) have one
   // weight: that of the first, and the others must name the same. False where they do not.

@@ -50,8 +50,12 @@ double WindowWeights::weigh(std::optional<double> given, const data::LoaderBase*
   }
   if (loader == nullptr) return 1;
   if (nominal.samples == 0) {
-    nominal.samples = static_cast<double>(loader->options().batch_size) /
-                      (settings_.split_batches ? dims.batch_ranks().size() : 1);
+    const int64_t batch_size = loader->options().batch_size;
+    nominal.samples = batch_size == data::kNoBatching
+                          ? agree_on_nominal(static_cast<double>(loader->batch_samples()),
+                                             dims.loss_ranks(), joined)
+                          : static_cast<double>(batch_size) /
+                                (settings_.split_batches ? dims.batch_ranks().size() : 1);
   }
   return static_cast<double>(loader->batch_samples()) / nominal.samples;
 }

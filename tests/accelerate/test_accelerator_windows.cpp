@@ -264,6 +264,102 @@ TEST(LeftWindows, AreNotThoseThatSpanEpochs) {
   });
 }
 
+// ---- Batches that the program cuts, or that are made already ------------------------------------
+
+// Told once, where it happens.
+TEST(CutBatches, ThatEndAWindowEachAreToldOnce) {
+  const auto told = [](int64_t accumulation, bool with_loader, bool cuts, bool says_end) {
+    testing::internal::CaptureStderr();
+    Accelerator accelerator({.gradient_accumulation_steps = accumulation,
+                             .sync_with_dataloader = with_loader,
+                             .config_file = ""});
+    Regression model;
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+    const Line line(40);
+    data::DataLoader loader(line, {.batch_size = 20});
+    accelerator.prepare(model, optimizer, loader);
+    int steps = 0;
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (auto& batch : loader) {
+        const int64_t pieces = cuts ? 5 : 1;
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+          const bool last = says_end && piece + 1 == pieces && accelerator.end_of_dataloader();
+          const auto micro = accelerator.accumulate({&model}, {.ends_window = last});
+          const int64_t rows = 20 / pieces;
+          const std::array<Tensor, 2> part = {raw::narrow(batch[0], 0, piece * rows, rows),
+                                              raw::narrow(batch[1], 0, piece * rows, rows)};
+          accelerator.backward(loss_of(model, part));
+          steps += optimizer.step();
+          optimizer.zero_grad();
+        }
+      }
+    }
+    const std::string text = testing::internal::GetCapturedStderr();
+    size_t lines = 0;
+    for (size_t at = text.find("come from the loader's last batch"); at != std::string::npos;
+         at = text.find("come from the loader's last batch", at + 1)) {
+      ++lines;
+    }
+    return std::pair(steps, lines);
+  };
+  EXPECT_EQ(told(4, true, true, false), std::pair(2 * (1 + 5), size_t{1}));
+  EXPECT_EQ(told(4, false, true, true), std::pair(2 * 3, size_t{0})) << "as the warning says";
+  EXPECT_EQ(told(4, true, false, false), std::pair(2 * 1, size_t{0}));
+  EXPECT_EQ(told(1, true, true, false), std::pair(2 * 10, size_t{0}));
+}
+
+// Batches of 8, 4, 8, 4... rows, which count for as many samples.
+class MadeBatches : public data::Dataset<std::array<Tensor, 2>> {
+ public:
+  int64_t size() const override { return 8; }
+  std::array<Tensor, 2> get(int64_t index) const override {
+    const int64_t begin = index / 2 * 12 + index % 2 * 8;
+    return line_.rows(begin, begin + (index % 2 == 0 ? 8 : 4));
+  }
+
+ private:
+  Line line_{48};
+};
+
+TEST(MadeBatches, WeighByTheirRowsOnAnyNumberOfRanks) {
+  const MadeBatches batches;
+  Regression whole;
+  loss_of(whole, Line(48).rows(0, 48)).backward();
+  for (const int ranks : {1, 2}) {
+    for (const bool dispatch : {false, true}) {
+      on_ranks(ranks, [&](int) {
+        SCOPED_TRACE(testing::Message() << ranks << " " << dispatch);
+        Accelerator accelerator(
+            {.gradient_accumulation_steps = 8, .dispatch_batches = dispatch, .config_file = ""});
+        Regression model;
+        data::DataLoader loader(batches, {.batch_size = data::kNoBatching});
+        accelerator.prepare(model, loader);
+        int64_t rows = 0;
+        for (auto& batch : loader) {
+          EXPECT_EQ(batch[0].size(0), loader.batch_rows());
+          rows += loader.batch_samples();
+          const auto micro = accelerator.accumulate(model);
+          accelerator.backward(loss_of(model, batch));
+        }
+        const Tensor all =
+            accelerator.reduce(scalar_tensor(rows, kI64), accelerate::RankReduction::kSum);
+        EXPECT_EQ(all.item<int64_t>(), 48);
+        EXPECT_TRUE(near(gradients_of(model), gradients_of(whole)));
+      });
+    }
+  }
+}
+
+TEST(MadeBatches, AreNotSplit) {
+  on_ranks(2, [](int) {
+    const MadeBatches batches;
+    Accelerator accelerator({.split_batches = true, .config_file = ""});
+    data::DataLoader loader(batches, {.batch_size = data::kNoBatching});
+    EXPECT_TRUE(mentions(message_of<ConfigError>([&] { accelerator.prepare(loader); }),
+                         "are made already (kNoBatching)"));
+  });
+}
+
 // ---- What may be saved when --------------------------------------------------------------------
 
 TEST(UnsteppedGradients, AreNotSavedNorLoadedOver) {

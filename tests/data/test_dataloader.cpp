@@ -599,5 +599,76 @@ TEST(LoaderRandom, AResumedLoopDrawsWhatTheWholeOneDraws) {
   EXPECT_EQ(found, (std::vector(expected.begin() + 3, expected.end())));
 }
 
+// ---- Batches that are made already -------------------------------------------------------------
+
+// Item i is i + 1 rows of the number i.
+struct Made : Dataset<Tensor> {
+  int64_t size() const override { return 4; }
+  Tensor get(int64_t index) const override { return raw::full({index + 1}, index, kI64); }
+};
+struct MadeStream : IterableDataset<Tensor> {
+  struct Stream : ExampleStream<Tensor> {
+    int64_t at = 0;
+    std::optional<Tensor> next() override {
+      if (at == 4) return std::nullopt;
+      return Made().get(at++);
+    }
+  };
+  std::unique_ptr<ExampleStream<Tensor>> open(int64_t) const override {
+    return std::make_unique<Stream>();
+  }
+};
+
+template <class Loader>
+void expect_made(Loader& loader) {
+  int64_t number = 0;
+  for (auto& batch : loader) {
+    EXPECT_EQ(batch.shape(), Shape{number + 1});
+    EXPECT_EQ(batch.template to_vector<int64_t>().back(), number);
+    EXPECT_EQ(loader.batch_rows(), number + 1);
+    EXPECT_EQ(loader.batch_samples(), number + 1);
+    EXPECT_EQ(loader.cursor().position, ++number);
+  }
+  EXPECT_EQ(number, 4);
+}
+
+TEST(MadeBatches, ComeAsTheyAreAndCountTheirRows) {
+  const Made made;
+  const MadeStream stream;
+  for (const int workers : {0, 2}) {
+    DataLoader loader(made, {.batch_size = kNoBatching, .workers = workers});
+    EXPECT_EQ(loader.size(), 4);
+    expect_made(loader);
+    StreamLoader reader(stream, {.batch_size = kNoBatching, .workers = workers});
+    expect_made(reader);
+  }
+  DataLoader shuffled(made, {.batch_size = kNoBatching, .shuffle = true, .seed = 3});
+  std::set<int64_t> seen;
+  for (auto& batch : shuffled) seen.insert(batch.size(0));
+  EXPECT_EQ(seen, (std::set<int64_t>{1, 2, 3, 4}));
+}
+
+TEST(MadeBatches, PassThroughAFunctionOfTheLoader) {
+  const Made made;
+  const auto doubled = [](std::span<Tensor> one) {
+    EXPECT_EQ(one.size(), 1u);
+    return std::pair(one[0] * 2, std::string("doubled"));
+  };
+  DataLoader loader(made, {.batch_size = kNoBatching}, doubled);
+  int64_t number = 0;
+  for (auto& [batch, name] : loader) {
+    EXPECT_EQ(batch.size(0), number + 1);
+    EXPECT_EQ(batch.to_vector<int64_t>().back(), 2 * number++);
+    EXPECT_EQ(loader.batch_rows(), number);
+  }
+}
+
+TEST(MadeBatches, AreNotBatchedByASamplerNorOfAnotherType) {
+  const Numbers numbers(4);  // whose batches are tensors
+  EXPECT_THROW(DataLoader(numbers, {.batch_size = kNoBatching}), ConfigError);
+  EXPECT_THROW(DataLoader(numbers, {.batch_size = -1}), ValueError);
+  EXPECT_THROW(DataLoader(numbers, {.batch_size = 0}), ValueError);
+}
+
 }  // namespace
 }  // namespace tessera::data::test_dataloader
