@@ -400,7 +400,7 @@ class Accelerator : public ProcessControl {
   SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
                         const SaveModelOptions& options = {},
                         const SourceLocation& where = SourceLocation::current()) const;
-  // Such files into a model, prepared or not. With fsdp_cpu_ram_efficient_loading rank 0 alone
+  // Such files, or a checkpoint's model, into a model, prepared or not. With fsdp_cpu_ram_efficient_loading rank 0 alone
   // reads them; collective then.
   nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
                             accelerate::LoadModelOptions options = {},

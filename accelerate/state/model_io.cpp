@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include <tessera/accelerate/state/saved_state.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/core/tensor/empty.h>
 #include <tessera/distributed/checkpoint/commit.h>
@@ -84,15 +85,28 @@ namespace {
 // Bytes of this rank's parts that are copied into the model at a time.
 constexpr int64_t kReceivedBytes = int64_t{64} << 20;
 
+// A model's files, or a checkpoint's model, of which what goes into a DTensor comes as one.
+StateDict weights_at(const std::string& path, const LoadModelOptions& options,
+                     const Destination& destination = {}) {
+  if (!distributed::is_checkpoint(path)) return load_weights(path);
+  distributed::CheckpointReader reader(path);
+  StateDict weights = SavedState(reader).model(options.prefix, destination);
+  TS_CHECK(!weights.empty(), kLoad, "the checkpoint '", path,
+           "' has no tensor whose name begins with ", shown(options.prefix),
+           "; give the prefix of a model, as the manifest has it.");
+  return weights;
+}
+
 // What rank 0 has found at `path`, on the other ranks without elements. Throws on all ranks what it
 // throws there.
-StateDict weights_of_first_rank(const std::string& path, distributed::Group& group) {
+StateDict weights_of_first_rank(const std::string& path, const LoadModelOptions& options,
+                                distributed::Group& group) {
   const bool reads = group.rank() == 0;
   StateDict weights;
   std::exception_ptr error;
   Json list = Json::array();
   try {
-    if (reads) weights = load_weights(path);
+    if (reads) weights = weights_at(path, options);
     for (const auto& [name, tensor] : weights) {
       list.push_back({name, std::string(name_of(tensor.dtype())), tensor.shape().to_vector()});
     }
@@ -115,7 +129,7 @@ StateDict weights_of_first_rank(const std::string& path, distributed::Group& gro
 
 nn::LoadReport load_from_first_rank(nn::ModuleBase& model, const std::string& path,
                                     const LoadModelOptions& options, distributed::Group& group) {
-  const StateDict weights = weights_of_first_rank(path, group);
+  const StateDict weights = weights_of_first_rank(path, options, group);
   // The models are alike, and so is what they say; what one rank throws all throw.
   nn::LoadReport report = model.compare_state_dict(weights);
   if (!report.misshapen.empty() || (options.strict && !report.complete())) {
@@ -151,7 +165,8 @@ nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
     if (options.first_rank_reads && group.size() > 1) {
       return load_from_first_rank(model, path, options, group);
     }
-    return model.load_state_dict(load_weights(path), {.strict = options.strict});
+    return model.load_state_dict(weights_at(path, options, in_state(model.state_dict())),
+                                 {.strict = options.strict});
   } catch (Error& error) {
     error.add_context("load_model '" + path + "'");
     throw;

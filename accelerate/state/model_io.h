@@ -2,6 +2,7 @@
 //
 //     save_model(model, "out", {.max_shard_size = "5GB"});
 //     nn::LoadReport report = load_model(model, "out");
+//     load_model(model, "runs/1/checkpoints/checkpoint_12");   // the model of a checkpoint
 #pragma once
 
 #include <string>
@@ -28,13 +29,17 @@ SavedModel save_state_dict(const StateDict& weights, const std::string& folder,
                            distributed::Group& group = distributed::world());
 struct LoadModelOptions {
   bool strict = true;  // missing and unexpected names are errors
+  // Of the names in a checkpoint, which it is taken off: which of its models.
+  std::string prefix = "model.0.";
   // Rank 0 of the group reads the files, which the others need not see, and gives every rank what
   // it keeps, tensor by tensor: beside its own parameters a rank holds some 64 MiB of them, or one
   // whole tensor where it keeps it whole. Collective; all ranks throw what one of them does.
   bool first_rank_reads = false;
 };
-// `path`: a safetensors file, an index, or a folder that holds either. Reads on every rank, which
-// copies into a DTensor its boxes out of the mapped file. ValueError that lists all missing,
+// `path`: a safetensors file, an index, or a folder that holds either; or a checkpoint, by whatever
+// number of ranks and in whatever parts it was saved, of which the model alone is read: into a plain
+// model of one process as well. Reads on every rank, which copies into a DTensor its boxes out of
+// the mapped file. ValueError that lists all missing,
 // unexpected and misshapen names, before anything changed; not strict: the first two are returned.
 // FormatError for a shard that lacks what the index says, IoError for files that are not there.
 nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,

@@ -10,6 +10,7 @@
 
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/accelerate/state/numbered_checkpoints.h>
+#include <tessera/accelerate/state/saved_state.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
@@ -29,11 +30,12 @@ using distributed::CheckpointReader;
 using distributed::SaveItem;
 
 constexpr std::string_view kKind = "training-state";
-constexpr std::string_view kTiedPrefix = "tied:";
 
 std::string numbered(std::string_view kind, size_t index) {
   return std::string(kind) + "." + std::to_string(index) + ".";
 }
+
+std::string without_dot(const std::string& prefix) { return prefix.substr(0, prefix.size() - 1); }
 
 // ---- From objects to tensors and back ----------------------------------------------------------
 
@@ -74,75 +76,6 @@ tessera::RandomState random_of(const Tensor& state) {
   std::memcpy(&random.next_stream, state.data_as<int64_t>() + 1, 8);
   return random;
 }
-
-// Where the tensor of a name will be copied to, as far as that is known: undefined else.
-using Destination = std::function<Tensor(std::string_view name)>;
-Destination in_state(StateDict state) {
-  return [state = std::move(state)](std::string_view name) {
-    const Tensor* tensor = state.find(name);
-    return tensor != nullptr ? *tensor : Tensor();
-  };
-}
-
-// A checkpoint as objects see it.
-class SavedState {
- public:
-  SavedState(CheckpointReader& reader, const Device& device) : reader_(reader), device_(device) {
-    for (const auto& [key, value] : reader.metadata()) {
-      if (key.starts_with(kTiedPrefix)) tied_.emplace(key.substr(kTiedPrefix.size()), value);
-    }
-  }
-
-  // What goes into a DTensor comes as one that lies alike, of which this rank reads its part; all
-  // else comes whole.
-  StateDict section(const std::string& prefix, const Destination& destination = {}) const {
-    StateDict state;
-    const auto add = [&](const std::string& full, const std::string& saved) {
-      const std::string name = full.substr(prefix.size());
-      const Tensor target = destination ? destination(name) : Tensor();
-      // Of another shape it comes as it is, for the object to say so.
-      if (target.defined() && distributed::is_dtensor(target) &&
-          distributed::global_shape(target) == reader_.tensor(saved).shape) {
-        state.set(name,
-                  distributed::read_as(reader_, saved, distributed::spec_of(target), device_));
-      } else {
-        const Tensor whole = reader_.view(saved);
-        state.set(name, device_.is_cpu() ? whole : whole.to(device_));
-      }
-    };
-    const auto& tensors = reader_.tensors();
-    for (auto one = tensors.lower_bound(prefix);
-         one != tensors.end() && one->first.starts_with(prefix); ++one) {
-      add(one->first, one->first);
-    }
-    for (auto alias = tied_.lower_bound(prefix);
-         alias != tied_.end() && alias->first.starts_with(prefix); ++alias) {
-      if (alias->second.starts_with(prefix) && reader_.contains(alias->second)) {
-        add(alias->first, alias->second);
-      }
-    }
-    return state;
-  }
-
-  int64_t number(const std::string& key) const {
-    const auto found = reader_.metadata().find(key);
-    TS_CHECK_AS(FormatError, found != reader_.metadata().end(), "load_state", "'", reader_.folder(),
-                "': the metadata has no '", key, "'; it is no checkpoint of a training state.");
-    const std::string& text = found->second;
-    const bool digits = !text.empty() && text.size() <= 18 &&
-                        std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
-    TS_CHECK_AS(FormatError, digits, "load_state", "'", reader_.folder(), "': the metadata '", key,
-                "' must be a whole number; it is ", shown(text), "; load an older checkpoint.");
-    return std::stoll(text);
-  }
-
-  CheckpointReader& reader() const { return reader_; }
-
- private:
-  CheckpointReader& reader_;
-  Device device_;
-  std::map<std::string, std::string> tied_;
-};
 
 // The numbers of objects of each kind, as metadata says them.
 std::map<std::string, int64_t> counts_of(const TrainingState& state, size_t registered) {
@@ -296,6 +229,28 @@ struct StateIo::State {
     return reader;
   }
 
+  // What the program and the checkpoint do not both have, by the beginning of its names.
+  void compare(const TrainingState& state, const SavedState& saved, bool strict,
+               LoadedState& result) const {
+    for (const auto& [name, count] : counts_of(state, registered.size())) {
+      const int64_t there = saved.number(name);
+      TS_CHECK_AS(ConfigError, !strict || there == count, "load_state", "'",
+                  saved.reader().folder(), "' holds ", there, " ", name, ", this program has ",
+                  count, "; prepare and register the same objects as the program that saved it.");
+      const bool one = name == "scaler" || name == "counters";
+      for (int64_t i = std::min(there, count); i < std::max(there, count); ++i) {
+        (there < count ? result.missing : result.unused)
+            .push_back(one ? name
+                           : without_dot(numbered(name.substr(0, name.size() - 1),
+                                                  static_cast<size_t>(i))));
+      }
+    }
+    for (size_t i = 0; i < state.fp8.size(); ++i) {
+      const std::string prefix = numbered("fp8", i);
+      if (!saved.has_section(prefix)) result.missing.push_back(without_dot(prefix));
+    }
+  }
+
   void restore_random(const SavedState& saved, RandomNumbers random) {
     if (random == RandomNumbers::kKeep) return;
     CheckpointReader& reader = saved.reader();
@@ -335,11 +290,10 @@ struct StateIo::State {
     TS_CHECK_AS(FormatError, kind != reader.metadata().end() && kind->second == kKind, "load_state",
                 "'", reader.folder(),
                 "' is no checkpoint of a training state; give a folder that save_state has made.");
-    for (const auto& [name, count] : counts_of(state, registered.size())) {
-      TS_CHECK_AS(ConfigError, saved.number(name) == count, "load_state", "'", reader.folder(),
-                  "' holds ", saved.number(name), " ", name, ", this program has ", count,
-                  "; prepare and register the same objects as the program that saved it.");
-    }
+    compare(state, saved, options_.strict, result);
+    const auto is_there = [&](const std::string& prefix) {
+      return std::ranges::find(result.missing, without_dot(prefix)) == result.missing.end();
+    };
     result.saved_by_ranks = reader.ranks();
     result.iteration = saved.number("iteration");
 
@@ -348,19 +302,16 @@ struct StateIo::State {
     for (const auto& [id, hook] : hooks) hook(models, reader.folder());
     for (size_t i = 0; i < state.models.size(); ++i) {
       if (std::ranges::find(models, state.models[i]) == models.end()) continue;
+      if (!is_there(numbered("model", i))) continue;
       with_name(numbered("model", i), [&] {
         nn::ModuleBase& model = *state.models[i];
-        const std::string whole = whole_model_folder(reader, numbered("model", i));
-        if (!whole.empty()) {
-          model.load_state_dict(load_weights(whole));
-          return;
-        }
-        model.load_state_dict(saved.section(numbered("model", i), in_state(model.state_dict())));
+        model.load_state_dict(saved.model(numbered("model", i), in_state(model.state_dict())));
       });
     }
     const auto load_all = [&](std::string_view name, const auto& objects, const auto& load) {
       for (size_t i = 0; i < objects.size(); ++i) {
-        with_name(numbered(name, i), [&] { load(objects[i], numbered(name, i)); });
+        const std::string prefix = numbered(name, i);
+        if (is_there(prefix)) with_name(prefix, [&] { load(objects[i], prefix); });
       }
     };
     const auto pointed = [&](auto* object, const std::string& prefix) {
@@ -378,13 +329,17 @@ struct StateIo::State {
       object.load_state_dict(saved.section(prefix, in_state(object.state_dict())));
     };
     // The scaler before the optimizers that it guards, schedules after those whose rates they set.
-    if (state.scaler) state.scaler->load_state_dict(saved.section("scaler."));
+    if (state.scaler && is_there("scaler.")) {
+      state.scaler->load_state_dict(saved.section("scaler."));
+    }
     load_all("fp8", state.fp8, itself);
     load_all("optimizer", state.optimizers, optimizer);
     load_all("schedule", state.schedules, itself);
     load_all("loader", state.loaders, pointed);
     load_all("object", registered, any_object);
-    if (state.counters) state.counters->load_state_dict(saved.section("counters."));
+    if (state.counters && is_there("counters.")) {
+      state.counters->load_state_dict(saved.section("counters."));
+    }
     restore_random(saved, options_.random);
   }
 };
@@ -537,6 +492,19 @@ LoadedState StateIo::load_state(const TrainingState& state, const std::string& f
     error = std::current_exception();
   }
   distributed::throw_together(error, "load_state", own.group);
+  const auto list_of = [](const std::vector<std::string>& names) {
+    std::string list;
+    for (const std::string& name : names) list += (list.empty() ? "" : ", ") + name;
+    return list;
+  };
+  if (!result.missing.empty()) {
+    own.warn("load_state: '" + result.folder + "' has no " + list_of(result.missing) +
+             " of this program; they stay as they are");
+  }
+  if (!result.unused.empty()) {
+    own.warn("load_state: this program has no " + list_of(result.unused) + " of '" + result.folder +
+             "'; they are not loaded");
+  }
   if (of_other_runs > 0 && !own.checkpoints.has_run()) {
     own.warn("load_state: '" + checkpoints_folder(own.options.project_dir) + "' has " +
              std::to_string(of_other_runs) + " checkpoints of other runs; loaded is '" +

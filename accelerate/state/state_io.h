@@ -100,10 +100,11 @@ struct StateIoOptions {
   std::string project_dir = ".";
   // save_state() and load_state() without a folder use PROJECT/checkpoints/checkpoint_N.
   bool automatic_naming = false;
-  int64_t total_limit = 0;        // newest folders that stay; 0: all
-  int64_t keep_every = 0;         // besides, those whose number is a multiple; 0: none
-  int64_t keep_best = 0;          // besides, so many with the best metric
-  bool larger_is_better = false;  // of the metric
+  int64_t total_limit = 0;  // newest folders that stay; 0: all
+  int64_t keep_every = 0;   // besides, those whose number is a multiple; 0: none
+  int64_t keep_best = 0;    // besides, so many with the best metric
+  bool larger_is_better =
+      false;  // of the metric: an accuracy; else the least is best, as of a loss
   // Models are saved whole, each in the files of save_model() in a folder of the checkpoint
   // ("model", "model_1"), gathered tensor by tensor to rank 0, at the call where a save is
   // asynchronous, too; all else as ever. Loading sees to it by itself.
@@ -140,6 +141,9 @@ enum class RandomNumbers : uint8_t {
 struct LoadStateOptions {
   MapLocation map_location = MapLocation::kCpu;
   RandomNumbers random = RandomNumbers::kRestore;
+  // Objects that the program or the checkpoint alone has are a ConfigError before anything changes.
+  // Else those that both have are loaded, in their order, and `warn` and the result name the rest.
+  bool strict = false;
 };
 
 // A folder that load_state passed over.
@@ -152,6 +156,9 @@ struct LoadedState {
   int64_t iteration = 0;  // of the next automatic name
   int saved_by_ranks = 1;
   std::vector<SkippedCheckpoint> skipped = {};  // newer ones that are damaged
+  // As names in the folder begin, "loader.1": what the program has and the checkpoint has not, which
+  // stays as it is, and the other way round.
+  std::vector<std::string> missing = {}, unused = {};
 };
 
 // The weights that a hook sees before they are written.
@@ -232,7 +239,7 @@ class StateIo {
   // say so; an explicit one is a FormatError. The whole folder is checked before anything is
   // changed, every rank reading its part. What goes into a DTensor comes to its object as one that
   // lies alike: models and optimizers know which, of registered objects their state_dict() of now
-  // says it. ConfigError where there is none, where its number of objects is another, or see
+  // says it. ConfigError where there is none, and see LoadStateOptions::strict and
   // [Note: another number of ranks]. What an object says against its state is thrown on; objects
   // before it are then loaded already.
   LoadedState load_state(const TrainingState& state, const std::string& folder = {},

@@ -68,6 +68,32 @@ Values travel(const Trip& trip) {
   return values;
 }
 
+// Without files of its own: into a plain model of one process, and into parts.
+TEST(WholeState, TheModelOfACheckpointIsLoadedAsItLies) {
+  for (const StateDictType type : {StateDictType::kSharded, StateDictType::kFull}) {
+    for (const Sharding from : kStateModes) {
+      SCOPED_TRACE(static_cast<int>(from));
+      const std::string folder = state_folder("straight");
+      const Values saved = travel({.sharding = from, .ranks = 3, .type = type, .save = folder});
+      Words plain;
+      EXPECT_TRUE(load_model(plain, folder).complete());
+      EXPECT_TRUE(whole_values(plain) == saved);
+      for (const bool first_rank_reads : {false, true}) {
+        compared_ranks(2, [&](int) {
+          Words model;
+          Accelerator accelerator({.sharding = Sharding::kFsdp, .config_file = ""});
+          accelerator.prepare(model);
+          accelerator.load_model(model, folder, {.first_rank_reads = first_rank_reads});
+          EXPECT_TRUE(whole_values(model) == saved);
+        });
+      }
+      EXPECT_TRUE(mentions(
+          message_of<ValueError>([&] { load_model(plain, folder, {.prefix = "model.1."}); }),
+          "has no tensor whose name begins with 'model.1.'"));
+    }
+  }
+}
+
 // One sum over ranks and micro-batches, whatever number of each: the bits of a training that was
 // not interrupted.
 TEST(WholeState, GoesOnInEveryModeOnAnyNumberOfRanks) {

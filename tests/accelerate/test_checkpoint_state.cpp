@@ -432,6 +432,50 @@ TEST_F(StateCheckpoints, AnUndefinedTensorOfAStateIsNamed) {
             message_of<ValueError>([&] { io.save_state(training.state(), path("a")); }));
 }
 
+// A validation loader that was added, an optimizer that an evaluation has not.
+TEST_F(StateCheckpoints, WhatIsThereIsLoadedAndTheRestIsNamed) {
+  for (const int ranks : {1, 2}) {
+    warnings_.clear();
+    fs::remove_all(path("a"));
+    compared_ranks(ranks, [&](int rank) {
+      Training training(2);
+      StateIo io(automatic());
+      training.train(3);
+      io.save_state(training.state(), path("a"));
+      const std::string bits = training.bits();
+
+      Training other(2), second(2);
+      TrainingState more = other.state();
+      more.loaders.push_back(&second.loader);
+      more.models.push_back(&second.model);
+      EarlyStopping stop{.best = 3, .bad_epochs = 4};
+      io.register_for_checkpointing(stop);
+      const auto untouched = second.model.parameters()[0].to_vector();
+      other.perturb();
+      const LoadedState loaded = io.load_state(more, path("a"));
+      EXPECT_EQ(loaded.missing, (std::vector<std::string>{"loader.1", "model.1", "object.0"}));
+      EXPECT_TRUE(loaded.unused.empty());
+      EXPECT_TRUE(other.bits() == bits);
+      EXPECT_EQ(second.model.parameters()[0].to_vector(), untouched);
+      EXPECT_EQ(stop.best, 3);
+
+      // The model alone.
+      Training evaluated(2);
+      StateIo reader(automatic());
+      const LoadedState part = reader.load_state({.models = {&evaluated.model}}, path("a"));
+      EXPECT_EQ(part.unused,
+                (std::vector<std::string>{"counters", "loader.0", "optimizer.0", "schedule.0"}));
+      for (const auto& [name, tensor] : training.model.state_dict()) {
+        EXPECT_EQ(evaluated.model.state_dict().at(name).to_vector(), tensor.to_vector()) << name;
+      }
+      if (rank == 0) {
+        expect_in("has no loader.1, model.1, object.0 of this program", warnings_);
+        expect_in("this program has no counters, loader.0, optimizer.0, schedule.0 of", warnings_);
+      }
+    });
+  }
+}
+
 TEST_F(StateCheckpoints, OtherObjectsThanThoseSavedAreAnErrorBeforeAnythingChanges) {
   Training training(1);
   StateIo io;
@@ -440,8 +484,9 @@ TEST_F(StateCheckpoints, OtherObjectsThanThoseSavedAreAnErrorBeforeAnythingChang
   io.register_for_checkpointing(stop);
   training.perturb();
   const std::string bits = training.bits();
-  expect_in("holds 0 objects, this program has 1",
-            message_of<ConfigError>([&] { io.load_state(training.state(), path("a")); }));
+  expect_in("holds 0 objects, this program has 1", message_of<ConfigError>([&] {
+              io.load_state(training.state(), path("a"), {.strict = true});
+            }));
   EXPECT_TRUE(training.bits() == bits);
   EXPECT_THROW(io.load_state(training.state(), path("none")), IoError);
   EXPECT_THROW(io.load_state(training.state()), ConfigError) << "no automatic naming";

@@ -1,0 +1,43 @@
+// A checkpoint as objects see it: sections of it by the beginning of their names. Internal.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <string_view>
+
+#include <tessera/core/state/state_dict.h>
+#include <tessera/distributed/checkpoint/reader.h>
+
+namespace tessera::accelerate {
+
+// Metadata of a tied name: "tied:" and the name, to the one that is saved.
+inline constexpr std::string_view kTiedPrefix = "tied:";
+
+// Where the tensor of a name will be copied to, as far as that is known: undefined else.
+using Destination = std::function<Tensor(std::string_view name)>;
+Destination in_state(StateDict state);
+
+class SavedState {
+ public:
+  // `reader` must outlive it.
+  explicit SavedState(distributed::CheckpointReader& reader, const Device& device = kCpu);
+
+  // What goes into a DTensor comes as one that lies alike, of which this rank reads its part; all
+  // else comes whole.
+  StateDict section(const std::string& prefix, const Destination& destination = {}) const;
+  // The same of a model, also of one that was saved whole.
+  StateDict model(const std::string& prefix, const Destination& destination = {}) const;
+  bool has_section(const std::string& prefix) const;
+  // A number of the metadata. FormatError.
+  int64_t number(const std::string& key) const;
+  distributed::CheckpointReader& reader() const { return reader_; }
+
+ private:
+  distributed::CheckpointReader& reader_;
+  Device device_;
+  std::map<std::string, std::string> tied_;
+};
+
+}  // namespace tessera::accelerate
