@@ -337,6 +337,7 @@ accelerate::StateIo& Accelerator::state_io() {
     options.total_limit = settings.total_limit;
     options.keep_every = settings.keep_every;
     options.keep_best = settings.keep_best;
+    options.larger_is_better = settings.larger_is_better;
     options.asynchronous = settings.asynchronous_checkpoints;
     options.whole_models = settings.fsdp_state_dict_type.value == accelerate::StateDictType::kFull;
     io = std::make_unique<accelerate::StateIo>(std::move(options), world());

@@ -390,6 +390,10 @@ class Accelerator : public ProcessControl {
   accelerate::LoadedState load_state(const std::string& folder = {},
                                      const accelerate::LoadStateOptions& options = {},
                                      const SourceLocation& where = SourceLocation::current());
+  // Of automatic_checkpoint_naming the checkpoint with the best save_state(..., {.metric = ...}): the
+  // least, with the setting larger_is_better the largest. Nothing where none has a metric.
+  // Collective.
+  std::optional<std::string> best_checkpoint() { return state_io().best_checkpoint(); }
   // More objects, hooks, and an asynchronous save's end. Made at the first use.
   accelerate::StateIo& state_io();
   template <class... T>

@@ -183,6 +183,7 @@ struct AcceleratorOptions {
   std::optional<int64_t> total_limit = {};
   std::optional<int64_t> keep_every = {};
   std::optional<int64_t> keep_best = {};
+  std::optional<bool> larger_is_better = {};
   std::optional<bool> asynchronous_checkpoints = {};
 
   // What several ranks hold parts of: docs/sharding.md.
@@ -262,6 +263,7 @@ struct Settings {
   Resolved<int64_t> total_limit{0};
   Resolved<int64_t> keep_every{0};
   Resolved<int64_t> keep_best{0};
+  Resolved<bool> larger_is_better{false};
   Resolved<bool> asynchronous_checkpoints{false};
   Resolved<std::vector<std::string>> log_with;
 

@@ -136,7 +136,7 @@ std::vector<std::pair<double, NumberedCheckpoint>> NumberedCheckpoints::by_metri
 }
 
 std::optional<NumberedCheckpoint> NumberedCheckpoints::best() {
-  const auto sorted = by_metric(own());
+  const auto sorted = by_metric(candidates().list);
   if (sorted.empty()) return std::nullopt;
   return sorted.front().second;
 }

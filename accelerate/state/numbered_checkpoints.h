@@ -49,7 +49,8 @@ class NumberedCheckpoints {
   };
   Candidates candidates();
 
-  // The own run's with the best metric, the oldest of equals; nothing where none has one.
+  // Of those of candidates() the one with the best metric, the newest of equals; nothing where none
+  // has one.
   std::optional<NumberedCheckpoint> best();
 
   // After the commit of `newest`: see state_io.h, [Note: rotation].

@@ -518,6 +518,18 @@ LoadedState StateIo::load_state(const TrainingState& state, const std::string& f
   return result;
 }
 
+std::optional<std::string> StateIo::best_checkpoint() {
+  State& own = *state_;
+  own.saver.wait();
+  int64_t number = -1;
+  if (own.is_main()) {
+    if (const auto best = own.checkpoints.best()) number = best->number;
+  }
+  number = own.of_first_rank(number);
+  if (number < 0) return std::nullopt;
+  return numbered_folder(own.options.project_dir, number);
+}
+
 void StateIo::wait() { state_->saver.wait(); }
 bool StateIo::is_saving() const { return state_->saver.is_saving(); }
 int64_t StateIo::iteration() const { return state_->iteration; }

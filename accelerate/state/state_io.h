@@ -245,6 +245,11 @@ class StateIo {
   LoadedState load_state(const TrainingState& state, const std::string& folder = {},
                          const LoadStateOptions& options = {});
 
+  // Of automatic naming the checkpoint with the best metric (SaveStateOptions::metric), of the run
+  // whose newest load_state() would take; the newest of equals, nothing where none has a metric.
+  // Collective.
+  std::optional<std::string> best_checkpoint();
+
   // Until the save under way is committed; throws what went wrong with it.
   void wait();
   bool is_saving() const;

@@ -55,6 +55,7 @@ void train(const Options& options) {
                            .automatic_checkpoint_naming = true,
                            .total_limit = 3,
                            .keep_best = 1,
+                           .larger_is_better = true,
                            .fp8 = options.fp8()});
   const auto tokenizer = examples::make_tokenizer(options);
   const examples::Task task = examples::read_task(options, tokenizer);

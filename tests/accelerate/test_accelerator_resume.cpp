@@ -69,6 +69,27 @@ TEST(Accelerator, StatesAreNumberedWhereTheSettingSaysSo) {
   std::filesystem::remove_all(folder);
 }
 
+TEST(Accelerator, TheBestStateIsTheLeastMetricOrTheLargest) {
+  for (const bool larger : {false, true}) {
+    const std::string folder = testing::TempDir() + "accelerator_best";
+    std::filesystem::remove_all(folder);
+    Accelerator accelerator({.project_dir = folder,
+                             .automatic_checkpoint_naming = true,
+                             .total_limit = 1,
+                             .keep_best = 1,
+                             .larger_is_better = larger});
+    Regression model;
+    accelerator.prepare(model);
+    EXPECT_EQ(accelerator.best_checkpoint(), std::nullopt);
+    for (const double metric : {0.5, 0.25, 0.75, 0.5}) {
+      accelerator.save_state({}, {.metric = metric});
+    }
+    EXPECT_EQ(accelerator.best_checkpoint(),
+              folder + "/checkpoints/checkpoint_" + (larger ? "2" : "1"));
+    std::filesystem::remove_all(folder);
+  }
+}
+
 // The loader itself: the next loop is shorter, those after it are not.
 TEST(Accelerator, FirstBatchesAreSkippedOnce) {
   const Line line(40);

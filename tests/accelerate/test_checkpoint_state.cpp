@@ -476,6 +476,36 @@ TEST_F(StateCheckpoints, WhatIsThereIsLoadedAndTheRestIsNamed) {
   }
 }
 
+TEST_F(StateCheckpoints, TheBestIsNamedOnEveryRankAndByAnotherProcess) {
+  for (const bool larger : {false, true}) {
+    for (const int ranks : {1, 2}) {
+      fs::remove_all(path("run"));
+      compared_ranks(ranks, [&](int) {
+        Training training(2);
+        StateIoOptions options = automatic(1);
+        options.keep_best = 1;
+        options.larger_is_better = larger;
+        {
+          StateIo io(options);
+          EXPECT_EQ(io.best_checkpoint(), std::nullopt);
+          io.save_state(training.state());
+          EXPECT_EQ(io.best_checkpoint(), std::nullopt);
+          for (const double metric : {4.0, 1.0, 7.0, 3.0}) {
+            io.save_state(training.state(), "", {.metric = metric});
+          }
+          EXPECT_EQ(io.best_checkpoint(),
+                    path("run/checkpoints/checkpoint_") + (larger ? "3" : "2"));
+        }
+        StateIo another(options);
+        const auto best = another.best_checkpoint();
+        ASSERT_TRUE(best.has_value());
+        EXPECT_EQ(*best, path("run/checkpoints/checkpoint_") + (larger ? "3" : "2"));
+        EXPECT_EQ(another.load_state(training.state(), *best).folder, *best);
+      });
+    }
+  }
+}
+
 TEST_F(StateCheckpoints, OtherObjectsThanThoseSavedAreAnErrorBeforeAnythingChanges) {
   Training training(1);
   StateIo io;
