@@ -36,12 +36,32 @@ EMA::EMA(const NamedTensors& parameters, const EMAOptions& options)
   }
 }
 
+void EMA::follow_parameters() const {
+  const NoGradGuard no_grad;
+  const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
+  for (size_t i = 0; i < averages_.size(); ++i) {
+    const auto& [name, parameter] = parameters_[i];
+    Tensor& average = averages_[i].tensor;
+    if (same_placement(parameter, average) && average.device() == parameter.device()) continue;
+    const Tensor part = fitting_part(parameter, average);
+    TS_CHECK_AS(UnsupportedError, part.defined(), "EMA", "the average of '", name, "' is ", average,
+                " and the parameter is now ", parameter,
+                "; make the EMA after what has changed the parameter, or rebind() it");
+    const Tensor own = raw::empty(parameter.shape(), average.dtype(), parameter.device());
+    copy_(own, part);
+    copy_guard(parameter, own);
+    average = own;
+  }
+}
+
 void EMA::update() {
+  follow_parameters();
   kernels::multi_tensor_lerp(tensors_of(averages_), tensors_of(parameters_), 1 - options_.decay);
   ++num_updates_;
 }
 
 void EMA::copy_to_parameters() const {
+  follow_parameters();
   const NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     copy_(raw::alias(parameters_[i].tensor), raw::alias(averages_[i].tensor));
@@ -49,6 +69,7 @@ void EMA::copy_to_parameters() const {
 }
 
 EMA::Scope::Scope(EMA& average) : average_(average) {
+  average.follow_parameters();
   const NoGradGuard no_grad;
   for (size_t i = 0; i < average.parameters_.size(); ++i) {
     const Tensor& parameter = average.parameters_[i].tensor;
@@ -80,6 +101,7 @@ EMA::Scope::~Scope() {
 }
 
 StateDict EMA::state_dict() const {
+  follow_parameters();
   StateDict state;
   state.set(kUpdates, scalar_tensor(num_updates_, kI64));
   for (const auto& [name, average] : averages_) state.set(kPrefix + name, average);
@@ -87,6 +109,7 @@ StateDict EMA::state_dict() const {
 }
 
 void EMA::load_state_dict(const StateDict& state) {
+  follow_parameters();
   for (const auto& [name, average] : averages_) {
     const Tensor& saved = state.at(kPrefix + name);
     TS_CHECK_SHAPE(saved.shape() == average.shape(), "EMA", "the saved average of '", name, "' is ",

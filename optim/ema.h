@@ -17,6 +17,8 @@ struct EMAOptions {
 // average = decay * average + (1 - decay) * parameter. Averages are f32 for 16-bit parameters, and
 // begin as the parameters' values. Parts of parameters (DTensors) have averages that are the same
 // parts: each rank averages its own, without communication; UnsupportedError for a Partial.
+// Averages follow parameters that are cut or moved after they were made (by prepare()), as the ranks
+// have them: where these begin with different values the EMA is made after prepare().
 class EMA {
  public:
   explicit EMA(const NamedTensors& parameters, const EMAOptions& options = {});
@@ -25,7 +27,10 @@ class EMA {
 
   void update();  // one pass
   void copy_to_parameters() const;
-  const NamedTensors& averages() const { return averages_; }
+  const NamedTensors& averages() const {
+    follow_parameters();
+    return averages_;
+  }
 
   StateDict state_dict() const;                  // the averages, and how many updates were made
   void load_state_dict(const StateDict& state);  // throws ValueError, ShapeError
@@ -46,9 +51,11 @@ class EMA {
   };
 
  private:
+  void follow_parameters() const;
+
   EMAOptions options_;
   NamedTensors parameters_;
-  NamedTensors averages_;
+  mutable NamedTensors averages_;  // where the parameters are, and cut as these are
   int64_t num_updates_ = 0;
 };
 

@@ -1,5 +1,5 @@
 // What programs hang on parameters, or have of them, when a mode of sharding cuts them: hooks,
-// gradients that they ask for by grad().
+// averages, gradients that they ask for by grad().
 // ctest labels: threads
 #include "accelerate/sharded_words.h"
 
@@ -7,6 +7,8 @@
 #include <vector>
 
 #include <tessera/core/error.h>
+#include <tessera/core/tensor/placement.h>
+#include <tessera/optim/ema.h>
 
 #include "message_of.h"
 
@@ -162,6 +164,47 @@ TEST(HooksOfParts, ThatThrowOnOneRankHoldNoOther) {
     run.step();
     run.backward(1);
     run.step();
+  });
+}
+
+// ---- Averages ----------------------------------------------------------------------------------
+
+TEST(AveragesOfParts, MayBeMadeBeforePrepare) {
+  for (const bool updated : {false, true}) {
+    in_all_ways([&](Sharding sharding, int) {
+      const auto outcome = [&](Sharding way, bool before) {
+        manual_seed(5);
+        Training run(way);
+        std::optional<optim::EMA> average;
+        const auto make = [&] {
+          average.emplace(run.model.named_parameters(), optim::EMAOptions{.decay = 0.5});
+          if (updated) average->update();
+        };
+        if (before) make();
+        run.prepare();
+        if (!before) make();
+        for (int64_t step = 0; step < 2; ++step) {
+          run.backward(step), run.step();
+          average->update();
+        }
+        const optim::EMA::Scope scope(*average);
+        return whole_values(run.model);
+      };
+      EXPECT_TRUE(outcome(sharding, true) == outcome(sharding, false));
+    });
+  }
+}
+
+TEST(AveragesOfParts, OfBeforePrepareAreSavedAndLoadedAsParts) {
+  in_all_ways([](Sharding sharding, int) {
+    Training run(sharding);
+    optim::EMA average(run.model.named_parameters());
+    run.prepare();
+    const StateDict state = average.state_dict();
+    for (const auto& [name, parameter] : run.model.named_parameters()) {
+      EXPECT_TRUE(same_placement(state.at("average." + name), parameter)) << name;
+    }
+    average.load_state_dict(state);
   });
 }
 
