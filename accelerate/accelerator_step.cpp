@@ -1,9 +1,9 @@
 // The order of a step: micro-batches, their backwards, and who may step at the end of a window.
 // What a micro-batch counts for, clipping and the loss scale are units of their own in step/.
 #include <algorithm>
+#include <cstdio>
 
 #include <tessera/accelerate/accelerator_state.h>
-#include <tessera/accelerate/logging.h>
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/context.h>
@@ -119,12 +119,14 @@ void Accelerator::note_short_window(ModelRecord& record) {
   const data::LoaderCursor in_hand = active_loader()->cursor();
   if (std::exchange(record.short_at, in_hand) != in_hand || state_->has_told_of_cuts) return;
   state_->has_told_of_cuts = true;
-  Logger("accumulate", *this)
-      .warning("several micro-batches of " + record.type_name +
-               " come from the loader's last batch, and each of them ends its window, so that the "
-               "optimizer steps more often than gradient_accumulation_steps says; where batches "
-               "are cut in the program set sync_with_dataloader false, and say {.ends_window = "
-               "true} in the last micro-batch");
+  if (!is_main_process() || state_->settings.log_level.value > LogLevel::kWarning) return;
+  const std::string told =
+      "accumulate: several micro-batches of " + record.type_name +
+      " come from the loader's last batch, and each of them ends its window, so that the "
+      "optimizer steps more often than gradient_accumulation_steps says; where batches are cut "
+      "in the program set sync_with_dataloader false, and say {.ends_window = true} in the last "
+      "micro-batch\n";
+  std::fputs(told.c_str(), stderr);
 }
 
 void Accelerator::set_gradient_accumulation_steps(int64_t steps) {

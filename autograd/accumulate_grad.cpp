@@ -4,9 +4,9 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/engine.h>
+#include <tessera/autograd/leaf_hooks.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/autograd/replaced_leaf.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 

@@ -94,7 +94,7 @@ struct PostAccumulateHook {
 // What autograd hangs on a tensor.
 struct AutogradSlot final : TensorSlot {
   bool requires_grad = false;  // of a leaf
-  bool replaced = false;       // see replaced_leaf.h
+  bool replaced = false;       // see leaf_hooks.h
   Tensor grad;
   Tensor main_grad;                       // of a leaf: where `grad` is to lie, see set_main_grad
   std::shared_ptr<Tensor> retained_grad;  // of a tensor that is no leaf, after retain_grad()

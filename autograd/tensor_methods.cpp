@@ -5,9 +5,9 @@
 #include <utility>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/leaf_hooks.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/autograd/zero_grad_hook.h>
 #include <tessera/core/context.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/tensor/tensor.h>

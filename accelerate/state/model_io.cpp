@@ -90,7 +90,7 @@ StateDict weights_at(const std::string& path, const LoadModelOptions& options,
                      const Destination& destination = {}) {
   if (!distributed::is_checkpoint(path)) return load_weights(path);
   distributed::CheckpointReader reader(path);
-  StateDict weights = SavedState(reader).model(options.prefix, destination);
+  StateDict weights = model_of(SavedState(reader), options.prefix, destination);
   TS_CHECK(!weights.empty(), kLoad, "the checkpoint '", path,
            "' has no tensor whose name begins with ", shown(options.prefix),
            "; give the prefix of a model, as the manifest has it.");
@@ -180,6 +180,12 @@ std::string whole_model_folder(const distributed::CheckpointReader& reader,
   const auto found = reader.metadata().find(whole_model_key(prefix));
   if (found == reader.metadata().end()) return {};
   return shard_path(reader.folder(), found->second, "the checkpoint");
+}
+
+StateDict model_of(const SavedState& saved, const std::string& prefix,
+                   const std::function<Tensor(std::string_view name)>& destination) {
+  const std::string whole = whole_model_folder(saved.reader(), prefix);
+  return whole.empty() ? saved.section(prefix, destination) : load_weights(whole);
 }
 
 StoredWeights weights_of_checkpoint(distributed::CheckpointReader& reader,

@@ -5,7 +5,9 @@
 //     load_model(model, "runs/1/checkpoints/checkpoint_12");   // the model of a checkpoint
 #pragma once
 
+#include <functional>
 #include <string>
+#include <string_view>
 
 #include <tessera/core/state/weight_files.h>
 #include <tessera/distributed/transport/group.h>
@@ -16,6 +18,8 @@ class CheckpointReader;
 }
 
 namespace tessera::accelerate {
+
+class SavedState;
 
 // Rank 0 of the group writes; collective, all ranks throw what it throws and return when the files
 // are there. Files and errors are those of save_weights(). DTensors are written whole, gathered to
@@ -78,6 +82,9 @@ StoredWeights weights_of_checkpoint(distributed::CheckpointReader& reader,
 // whole; empty where it lies in parts.
 std::string whole_model_folder(const distributed::CheckpointReader& reader,
                                const std::string& prefix);
+// Its tensors, from either; see SavedState::section().
+StateDict model_of(const SavedState& saved, const std::string& prefix,
+                   const std::function<Tensor(std::string_view name)>& destination = {});
 // The key of that in the metadata.
 std::string whole_model_key(const std::string& prefix);
 

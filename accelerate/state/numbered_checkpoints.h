@@ -16,18 +16,29 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/accelerate/state/state_io.h>
-
 namespace tessera::accelerate {
 
+struct NumberedCheckpoint {
+  int64_t number = 0;
+  std::string folder;
+};
+// In numeric order. Folders of other names are not among them.
+std::vector<NumberedCheckpoint> list_checkpoints(const std::string& project_dir);
 std::string checkpoints_folder(const std::string& project_dir);
 std::string numbered_folder(const std::string& project_dir, int64_t number);
 // "checkpoint_12" -> 12; nothing for any other spelling.
 std::optional<int64_t> checkpoint_number(std::string_view name);
 
+// As StateIoOptions has them.
+struct CheckpointRotation {
+  std::string project_dir;
+  int64_t total_limit = 0, keep_every = 0, keep_best = 0;
+  bool larger_is_better = false;
+};
+
 class NumberedCheckpoints {
  public:
-  explicit NumberedCheckpoints(const StateIoOptions& options) : options_(options) {}
+  explicit NumberedCheckpoints(CheckpointRotation options) : options_(std::move(options)) {}
 
   // The run's id, for the metadata of what is saved. The first call makes it, unless one was taken.
   const std::string& run();
@@ -67,7 +78,7 @@ class NumberedCheckpoints {
   std::vector<std::pair<double, NumberedCheckpoint>> by_metric(
       const std::vector<NumberedCheckpoint>& checkpoints);  // the best first
 
-  const StateIoOptions& options_;
+  const CheckpointRotation options_;
   std::optional<std::string> run_;
   std::map<int64_t, Known> known_;
 };

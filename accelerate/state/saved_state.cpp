@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/checkpoint/parts.h>
 #include <tessera/distributed/mesh/dtensor.h>
@@ -49,11 +48,6 @@ StateDict SavedState::section(const std::string& prefix, const Destination& dest
     }
   }
   return state;
-}
-
-StateDict SavedState::model(const std::string& prefix, const Destination& destination) const {
-  const std::string whole = whole_model_folder(reader_, prefix);
-  return whole.empty() ? section(prefix, destination) : load_weights(whole);
 }
 
 bool SavedState::has_section(const std::string& prefix) const {

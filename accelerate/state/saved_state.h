@@ -27,8 +27,6 @@ class SavedState {
   // What goes into a DTensor comes as one that lies alike, of which this rank reads its part; all
   // else comes whole.
   StateDict section(const std::string& prefix, const Destination& destination = {}) const;
-  // The same of a model, also of one that was saved whole.
-  StateDict model(const std::string& prefix, const Destination& destination = {}) const;
   bool has_section(const std::string& prefix) const;
   // A number of the metadata. FormatError.
   int64_t number(const std::string& key) const;

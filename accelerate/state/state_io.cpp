@@ -9,7 +9,6 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/state/model_io.h>
-#include <tessera/accelerate/state/numbered_checkpoints.h>
 #include <tessera/accelerate/state/saved_state.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
@@ -132,7 +131,12 @@ struct StateIo::State {
   std::map<int64_t, SaveStateHook> save_hooks;
   std::map<int64_t, LoadStateHook> load_hooks;
   int64_t next_hook = 0;
-  NumberedCheckpoints checkpoints{options};  // rank 0's; the thread that saves uses it
+  // Rank 0's; the thread that saves uses it.
+  NumberedCheckpoints checkpoints{{.project_dir = options.project_dir,
+                                   .total_limit = options.total_limit,
+                                   .keep_every = options.keep_every,
+                                   .keep_best = options.keep_best,
+                                   .larger_is_better = options.larger_is_better}};
   std::shared_ptr<State*> self = std::make_shared<State*>(this);  // for handles of hooks
   distributed::CheckpointSaver saver;  // last: its thread uses the others
 
@@ -305,7 +309,7 @@ struct StateIo::State {
       if (!is_there(numbered("model", i))) continue;
       with_name(numbered("model", i), [&] {
         nn::ModuleBase& model = *state.models[i];
-        model.load_state_dict(saved.model(numbered("model", i), in_state(model.state_dict())));
+        model.load_state_dict(model_of(saved, numbered("model", i), in_state(model.state_dict())));
       });
     }
     const auto load_all = [&](std::string_view name, const auto& objects, const auto& load) {

@@ -39,6 +39,7 @@
 #include <vector>
 
 #include <tessera/accelerate/process/run.h>
+#include <tessera/accelerate/state/numbered_checkpoints.h>  // list_checkpoints()
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/transport/group.h>
@@ -278,14 +279,6 @@ class StateIo {
   struct State;
   std::unique_ptr<State> state_;
 };
-
-// The checkpoints of automatic naming under PROJECT/checkpoints, in numeric order. Folders of other
-// names are not among them.
-struct NumberedCheckpoint {
-  int64_t number = 0;
-  std::string folder;
-};
-std::vector<NumberedCheckpoint> list_checkpoints(const std::string& project_dir);
 
 // What SIGTERM or SIGUSR1 asked any rank for: the same answer on every rank, for one small
 // collective. A kCheckpoint is thereby served; kCheckpointAndStop stays.

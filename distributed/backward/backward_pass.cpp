@@ -5,9 +5,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include <tessera/autograd/leaf_hooks.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/autograd/replaced_leaf.h>
-#include <tessera/autograd/zero_grad_hook.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>

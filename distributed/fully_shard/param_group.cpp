@@ -4,8 +4,8 @@
 #include <utility>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/leaf_hooks.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/autograd/replaced_leaf.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/initial_values.h>
