@@ -25,9 +25,9 @@ void KeptGradients::take(const NamedTensors& parameters) {
 
 void KeptGradients::apply(double factor) {
   const NoGradGuard no_grad;
-  forget_cleared();
   for (const Entry& entry : entries_) {
-    add_(raw::alias(entry.parameter.grad()), entry.value, factor);
+    const Tensor gradient = entry.parameter.grad();
+    if (gradient.defined()) add_(raw::alias(gradient), entry.value, factor);
   }
   note_versions();
 }

@@ -21,7 +21,9 @@ class KeptGradients {
   void restore();
   void clear() { entries_.clear(); }
   void scale(double factor);
-  // Around each backward, to see what somebody else has cleared meanwhile: that is forgotten.
+  // Before and after each backward, to see what somebody else has cleared meanwhile: that is
+  // forgotten. In a backward zeros are what came of it: of a parameter that is frozen since, or
+  // that the losses do not reach.
   void forget_cleared();
   void note_versions();
 

@@ -3,6 +3,7 @@
 //     compositions --count 300                   seeds 0 to 299
 //     compositions --first 5000 --count 100
 //     compositions --one "ranks=2 sharding=fsdp clip=0.5 seed=7"
+//     compositions --file found.txt --count 300  a line each, and the seeds after them
 //
 // A composition that differs, fails or is refused is made simpler as long as that stays so, and is printed
 // as a line for --one. The exit code is 1 where any differed or failed. Refusals (typed errors before
@@ -14,8 +15,10 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <string>
+#include <vector>
 
 #include <tessera/core/error.h>
 
@@ -74,11 +77,12 @@ std::string kind_of(const std::string& message) {
 int main(int count, char** arguments) {
   CLI::App app("Trains random compositions by the facade and by a plain loop, and compares");
   uint64_t first = 0, number = 100;
-  std::string one;
+  std::string one, file;
   double refusals = 5, seconds = 0;
   app.add_option("--first", first, "the first seed");
   app.add_option("--count", number, "so many seeds");
   app.add_option("--one", one, "this composition alone, as it is printed");
+  app.add_option("--file", file, "compositions by the line, tried first");
   app.add_option("--refusals", refusals, "so many in a hundred may be refused");
   app.add_option("--seconds", seconds, "ends after so many seconds; 0: after all seeds");
   CLI11_PARSE(app, count, arguments);
@@ -91,13 +95,24 @@ int main(int count, char** arguments) {
                 kWords[static_cast<int>(verdict.kind)], verdict.text.c_str());
     return verdict.kind == Verdict::Kind::kAgrees ? 0 : 1;
   }
+  std::vector<Composition> all;
+  if (!file.empty()) {
+    std::ifstream lines(file);
+    if (!lines) {
+      std::fprintf(stderr, "compositions: cannot read %s\n", file.c_str());
+      return 2;
+    }
+    for (std::string line; std::getline(lines, line);) {
+      if (!line.empty() && line[0] != '#') all.push_back(parse(line));
+    }
+  }
+  for (uint64_t seed = first; seed < first + number; ++seed) all.push_back(draw(seed));
   uint64_t tried = 0, wrong = 0, refused = 0;
   std::map<std::string, std::pair<uint64_t, std::string>> kinds;  // how many, and one of them
   const auto start = std::chrono::steady_clock::now();
-  for (uint64_t seed = first; seed < first + number; ++seed) {
+  for (const Composition& composition : all) {
     const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
     if (seconds > 0 && spent.count() > seconds) break;
-    const Composition composition = draw(seed);
     const Verdict verdict = judge(composition);
     ++tried;
     if (verdict.kind == Verdict::Kind::kAgrees) continue;
