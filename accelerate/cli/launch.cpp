@@ -8,6 +8,7 @@
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/launch/launcher.h>
 #include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/accelerate/settings/fsdp_words.h>
 
 namespace tessera::cli {
@@ -133,21 +134,18 @@ void resolve_fsdp_flags(LaunchFlags& flags) {
   flags.values.emplace("sharding", "fsdp");
 }
 
-// Accelerate's stage is 2 where neither a flag nor a file of DeepSpeed's says it. "auto" is its
-// word for what somebody else says.
-void resolve_deepspeed_flags(LaunchFlags& flags, const launch::Environment& environment) {
+// The switch goes to the ranks as Accelerate's launcher hands it on. "auto" is its word for what
+// somebody else says.
+void resolve_deepspeed_flags(LaunchFlags& flags) {
   for (const char* key : {"gradient_clipping", "gradient_accumulation_steps"}) {
     const auto given = flags.values.find(key);
     if (given != flags.values.end() && given->second == "auto") flags.values.erase(given);
   }
   if (!flags.use_deepspeed) return;
-  for (const char* name : {"TESSERA_DEEPSPEED_CONFIG_FILE", "TESSERA_DEEPSPEED_CONFIG",
-                           "ACCELERATE_DEEPSPEED_CONFIG_FILE"}) {
-    const auto file = environment.find(name);
-    if (file == environment.end() || file->second.empty() || file->second == "none") continue;
-    flags.values.emplace("deepspeed_config_file", file->second);
+  if (flags.use_fsdp) {
+    throw CLI::ValidationError("--use-deepspeed", "contradicts --use-fsdp; leave one of them out");
   }
-  if (!flags.values.contains("deepspeed_config_file")) flags.values.emplace("zero_stage", "2");
+  ::setenv(std::string(accelerate::kDeepSpeedSwitch).c_str(), "true", 1);
 }
 
 // Hidden in --help: who does not know them needs none of them.
@@ -196,8 +194,8 @@ int launch_program(LaunchFlags flags, const std::vector<std::string>& program) {
     ::setenv("CUDA_VISIBLE_DEVICES", flags.gpus.c_str(), 1);
     flags.exported.push_back("CUDA_VISIBLE_DEVICES");
   }
+  resolve_deepspeed_flags(flags);
   const launch::Environment environment = distributed::process_environment();
-  resolve_deepspeed_flags(flags, environment);
   launch::LaunchOptions options =
       launch::resolve_options(flags.values, environment, flags.file, program);
   if (flags.several_gpus && options.hosts.empty() && options.provenance["ranks"] == "default") {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 #include <nlohmann/json.hpp>
 
+#include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
@@ -119,6 +120,10 @@ class Sources {
       }
     }
     take_options(result, code_);
+    if (deepspeed_ && result.deepspeed_config_file.origin.source == Source::kDefault) {
+      result.deepspeed_config_file = {std::string(kDeepSpeedWithoutFile),
+                                      {Source::kAccelerate, std::string(kDeepSpeedSwitch)}};
+    }
     for (const Candidate& ours : tessera_) {
       for (const Candidate& theirs : accelerate_) {
         if (ours.setting == theirs.setting) check_same(ours, theirs);
@@ -174,7 +179,7 @@ class Sources {
   }
   void read_accelerate() {
     const bool fsdp = switched_on("ACCELERATE_USE_FSDP");
-    const bool deepspeed = switched_on("ACCELERATE_USE_DEEPSPEED");
+    const bool deepspeed = deepspeed_ = switched_on(kDeepSpeedSwitch);
     const bool mesh = switched_on("ACCELERATE_USE_PARALLELISM_CONFIG");
     TS_CHECK_AS(UnsupportedError, !switched_on("ACCELERATE_USE_MEGATRON_LM"), kSettings,
                 "ACCELERATE_USE_MEGATRON_LM asks for Megatron's parallelism, which is not "
@@ -258,13 +263,6 @@ class Sources {
                   ": nothing is kept on drives; say cpu or none, or unset it");
       put(accelerate_, {find_setting(setting), "true", {Source::kAccelerate, name}});
     }
-    const std::string* file = find(environment_, "ACCELERATE_DEEPSPEED_CONFIG_FILE");
-    const bool has_file = file != nullptr && lower(*file) != "none";
-    if (!has_file && find(environment_, "ACCELERATE_DEEPSPEED_ZERO_STAGE") == nullptr) {
-      put(accelerate_, {find_setting("zero_stage"),
-                        "2",  // its default
-                        {Source::kAccelerate, "ACCELERATE_USE_DEEPSPEED"}});
-    }
   }
 
   // See read_fsdp_words().
@@ -300,6 +298,7 @@ class Sources {
   Environment environment_;
   std::string file_;
   Candidates file_values_, accelerate_, tessera_, flags_;
+  bool deepspeed_ = false;  // Accelerate's switch
   const AcceleratorOptions& code_;
 };
 

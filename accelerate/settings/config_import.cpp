@@ -7,6 +7,7 @@
 
 #include <yaml-cpp/yaml.h>
 
+#include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
@@ -540,11 +541,9 @@ class Importer {
       if (result_.fsdp_version == 0) result_.fsdp_version = 1;
       if (!strategy_given_) map("distributed_type", type.Scalar(), "sharding", "fsdp");
     }
-    if (name == "DEEPSPEED" && result_.settings.zero_stage == 0) {
-      const YAML::Node section = file["deepspeed_config"];
-      const bool said =
-          section && section.IsMap() && (section["zero_stage"] || section["deepspeed_config_file"]);
-      if (!said) map("distributed_type", type.Scalar(), "zero_stage", "2");  // its default
+    if (name == "DEEPSPEED" && result_.settings.deepspeed_config_file.value.empty()) {
+      map("distributed_type", type.Scalar(), "deepspeed_config_file",
+          std::string(kDeepSpeedWithoutFile));
     }
     // Accelerate starts one process with NO whatever num_processes says.
     TS_CHECK_AS(ConfigError,

@@ -441,6 +441,9 @@ DeepSpeedConfig parse_deepspeed_config(const std::string& text, const std::strin
 }
 
 DeepSpeedConfig read_deepspeed_config(const std::string& path_or_object) {
+  if (path_or_object == kDeepSpeedWithoutFile) {
+    return parse_deepspeed_config(path_or_object, std::string(kDeepSpeedSwitch));
+  }
   const size_t begin = path_or_object.find_first_not_of(" \t\r\n");
   if (begin != std::string::npos && path_or_object[begin] == '{') {
     return parse_deepspeed_config(path_or_object, "deepspeed_config");
@@ -461,7 +464,9 @@ void apply_deepspeed(const DeepSpeedConfig& config, Settings& settings) {
   const auto put = [&](const DeepSpeedConfig::Said& said, bool firm) {
     const Setting& setting = *find_setting(said.setting);
     const Origin& before = origin(setting, settings);
-    const Origin now{Source::kFile, config.name + ", " + said.place};
+    const Origin now = config.name == kDeepSpeedSwitch
+                           ? Origin{Source::kAccelerate, config.name}
+                           : Origin{Source::kFile, config.name + ", " + said.place};
     if (before.source == Source::kDefault) return assign(setting, settings, said.text, now);
     if (!firm) return;
     Settings scratch;
@@ -488,10 +493,17 @@ void apply_deepspeed(const DeepSpeedConfig& config, Settings& settings) {
               settings.mixed_precision.origin.describe(), " makes mixed_precision ",
               text(*find_setting("mixed_precision"), settings),
               "; leave one of them out, or write \"auto\" in the file");
-  if (precision != Precision::kNo && !config.torch_autocast) {
-    const char* place = precision == Precision::kBF16 ? "bf16" : "fp16";
-    put({"precision_policy", "pure", place}, false);
-  }
+  // Accelerate leaves fp8 to its own recipes.
+  const bool sixteen = precision == Precision::kBF16 || precision == Precision::kFP16;
+  if (!sixteen || config.torch_autocast) return;
+  put({"precision_policy", "pure", precision == Precision::kBF16 ? "bf16" : "fp16"}, false);
+  const bool constant_scale = std::ranges::any_of(
+      config.says, [](const auto& said) { return said.setting == "scaler_growth_factor"; });
+  if (precision == Precision::kBF16 || constant_scale) return;
+  // DeepSpeed's own, where the file leaves them out: a GradScaler has others.
+  put({"scaler_growth_interval", "1000", "fp16.loss_scale_window"}, false);
+  put({"scaler_hysteresis", "2", "fp16.hysteresis"}, false);
+  put({"scaler_min_scale", "1", "fp16.min_loss_scale"}, false);
 }
 
 Import DeepSpeedConfig::import() const {

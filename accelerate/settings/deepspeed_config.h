@@ -10,6 +10,8 @@
 // A value in the file is as firm as one in code, flags or variables: two of them that differ are a
 // ConfigError which names both. "auto" leaves a value to the others.
 //
+// Accelerate's DeepSpeed without a file is one, too: kDeepSpeedWithoutFile.
+//
 // FormatError: no JSON, no object, a key twice. ConfigError: keys that DeepSpeed does not know
 // (all of them, each with the nearest known one), values of another kind, sizes that do not
 // multiply. UnsupportedError: keys that cannot be served, all of them with their reasons.
@@ -53,6 +55,13 @@ struct DeepSpeedConfig {
 
   Import import() const;  // for reports: the settings that follow from the file alone
 };
+
+// What Accelerate makes where its switch is on and no file is named: stage 2 and clipping to 1
+// where nobody says others, and DeepSpeed's own precision and loss scale. Its name in messages is
+// that of the switch.
+inline constexpr std::string_view kDeepSpeedWithoutFile =
+    R"({"zero_optimization": {"stage": "auto"}, "gradient_clipping": "auto"})";
+inline constexpr std::string_view kDeepSpeedSwitch = "ACCELERATE_USE_DEEPSPEED";
 
 // A path, or the JSON object itself.
 DeepSpeedConfig read_deepspeed_config(const std::string& path_or_object);

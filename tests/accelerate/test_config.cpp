@@ -138,7 +138,7 @@ TEST(ConfigEnvironment, DC1_EverySettingMakesTheRoundTripThroughItsVariables) {
 // Its default where nothing else is said; without it a training would be plain data parallel.
 TEST(ConfigEnvironment, DeepSpeedsSwitchAloneIsStage2AndItsFileSaysItsOwn) {
   Environment environment = {{"ACCELERATE_USE_DEEPSPEED", "true"}};
-  const Settings settings = merge({.environment = environment, .file = ""});
+  const Settings settings = from(environment);
   EXPECT_EQ(settings.sharding.value, Sharding::kZero2);
   EXPECT_EQ(settings.sharding.origin.describe(), "ACCELERATE_USE_DEEPSPEED");
   environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = R"({"zero_optimization": {"stage": 3}})";
@@ -150,6 +150,46 @@ TEST(ConfigEnvironment, DeepSpeedsSwitchAloneIsStage2AndItsFileSaysItsOwn) {
   EXPECT_FALSE(from(environment).offload_parameters);
   environment["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] = "nvme";
   EXPECT_THROW(from(environment), UnsupportedError);
+}
+
+// Without a file Accelerate clips to 1 and hands DeepSpeed its precision, which is stored in 16
+// bits; what anybody says wins.
+TEST(ConfigEnvironment, DeepSpeedsSwitchWithoutAFileTrainsAsAccelerateWithDeepSpeedDoes) {
+  const auto with = [](Environment environment) {
+    environment["ACCELERATE_USE_DEEPSPEED"] = "true";
+    return from(environment);
+  };
+  const Settings stage = with({{"ACCELERATE_MIXED_PRECISION", "bf16"},
+                               {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"},
+                               {"ACCELERATE_GRADIENT_CLIPPING", "auto"}});
+  EXPECT_EQ(stage.sharding.value, Sharding::kZero3);
+  EXPECT_EQ(stage.gradient_clipping, 1);
+  EXPECT_EQ(stage.precision_policy, PrecisionPolicy::kPure);
+  EXPECT_EQ(stage.scaler_growth_interval, 2000);
+  const Settings fp16 = with({{"ACCELERATE_MIXED_PRECISION", "fp16"}});
+  EXPECT_EQ(fp16.precision_policy, PrecisionPolicy::kPure);
+  EXPECT_EQ(fp16.scaler_growth_interval, 1000);
+  EXPECT_EQ(fp16.scaler_hysteresis, 2);
+  EXPECT_EQ(fp16.scaler_min_scale, 1);
+  EXPECT_EQ(with({{"ACCELERATE_MIXED_PRECISION", "fp8"}}).precision_policy,
+            PrecisionPolicy::kAutocast);
+  for (const auto& [variable, value] : {std::pair("ACCELERATE_GRADIENT_CLIPPING", "0"),
+                                        std::pair("TESSERA_GRADIENT_CLIPPING", "0")}) {
+    EXPECT_EQ(with({{variable, value}}).gradient_clipping, 0) << "nobody clips";
+  }
+  EXPECT_EQ(with({{"TESSERA_SHARDING", "zero1"}}).sharding.value, Sharding::kZero1);
+  EXPECT_EQ(with({{"TESSERA_ZERO_STAGE", "0"}}).sharding.value, Sharding::kDdp);
+  const Settings said = resolve({.code = {.mixed_precision = Precision::kBF16,
+                                          .precision_policy = PrecisionPolicy::kAutocast,
+                                          .gradient_clipping = 0.5},
+                                 .environment = {{"ACCELERATE_USE_DEEPSPEED", "true"}},
+                                 .file = ""});
+  EXPECT_EQ(said.precision_policy, PrecisionPolicy::kAutocast);
+  EXPECT_EQ(said.gradient_clipping, 0.5);
+  // A file says what of these it says, and no more.
+  EXPECT_EQ(with({{"TESSERA_DEEPSPEED_CONFIG_FILE", R"({"zero_optimization": {"stage": 1}})"}})
+                .gradient_clipping,
+            0);
 }
 
 // All that `accelerate launch --mixed_precision fp8` exports where nobody gives another flag.

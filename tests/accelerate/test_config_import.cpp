@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <tessera/accelerate/settings/config_import.h>
+#include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/core/error.h>
 
 #include "message_of.h"
@@ -495,8 +496,15 @@ num_processes: 2
   // The option that the other launcher took and never handed on.
   EXPECT_EQ(line_of(import, "deepspeed_config.offload_optimizer_nvme_path").outcome,
             ImportOutcome::kNoCounterpart);
-  EXPECT_EQ(import_text("distributed_type: DEEPSPEED\ndeepspeed_config: {}\n").settings.zero_stage,
-            2);
+  EXPECT_EQ(import.settings.deepspeed_config_file.value, kDeepSpeedWithoutFile)
+      << "its other defaults";
+  Settings bare =
+      import_text("distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {}\n")
+          .settings;
+  add_deepspeed(bare);
+  EXPECT_EQ(bare.sharding.value, Sharding::kZero2);
+  EXPECT_EQ(bare.gradient_clipping, 1);
+  EXPECT_EQ(bare.precision_policy, PrecisionPolicy::kPure);
   const Import drives =
       import_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_param_device: nvme\n");
   EXPECT_EQ(line_of(drives, "deepspeed_config.offload_param_device").outcome,

@@ -81,7 +81,9 @@ const std::vector<KeyCase>& key_cases() {
       {"dataloader_drop_last", "true", "", "drop_last"},
       {"disable_allgather", "true", "", "old parameters"},
 
-      {"fp16.enabled", "true", "mixed_precision=fp16 precision_policy=pure"},
+      {"fp16.enabled", "true",
+       "mixed_precision=fp16 precision_policy=pure scaler_growth_interval=1000 scaler_min_scale=1 "
+       "scaler_hysteresis=2"},
       {"fp16.enabled", "false", ""},
       {"fp16.auto_cast", "true", ""},
       {"fp16.loss_scale", "0", ""},
@@ -291,6 +293,25 @@ TEST(DeepSpeedFile, LeavesToTheProgramWhatIsAuto) {
   EXPECT_EQ(settings.gradient_clipping.origin.describe(), "code");
   EXPECT_EQ(settings.zero_stage.origin.describe(),
             "file deepspeed_config, zero_optimization.stage");
+}
+
+// Of its documents: window 1000, hysteresis 2, a least scale of 1. GradScaler's are others.
+TEST(DeepSpeedFile, LossScalesAreDeepSpeedsOwnWhereTheFileLeavesThemOut) {
+  const std::string defaults = "scaler_growth_interval=1000 scaler_min_scale=1 scaler_hysteresis=2";
+  const std::string fp16 = "mixed_precision=fp16 precision_policy=pure ";
+  EXPECT_EQ(changes(resolved("{}", {.mixed_precision = Precision::kFP16})), fp16 + defaults);
+  EXPECT_EQ(changes(resolved("{}", {.mixed_precision = Precision::kBF16})),
+            "mixed_precision=bf16 precision_policy=pure");
+  EXPECT_EQ(changes(resolved("{}", {.mixed_precision = Precision::kFP8})), "mixed_precision=fp8");
+  EXPECT_EQ(changes(resolved(R"({"fp16": {"enabled": true, "loss_scale_window": 7}})")),
+            fp16 + "scaler_growth_interval=7 scaler_min_scale=1 scaler_hysteresis=2");
+  EXPECT_EQ(
+      changes(resolved(R"({"fp16": {"enabled": true}})", {}, {{"TESSERA_SCALER_HYSTERESIS", "3"}})),
+      fp16 + "scaler_growth_interval=1000 scaler_min_scale=1 scaler_hysteresis=3");
+  EXPECT_EQ(changes(resolved(R"({"fp16": {"enabled": true, "loss_scale": 8}})")),
+            fp16 + "scaler_init_scale=8 scaler_growth_factor=1 scaler_backoff_factor=1");
+  EXPECT_EQ(changes(resolved(R"({"torch_autocast": {"enabled": true, "dtype": "float16"}})")),
+            "mixed_precision=fp16");
 }
 
 TEST(DeepSpeedFile, ContradictsNobodyInSilence) {

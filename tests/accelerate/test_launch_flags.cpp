@@ -143,6 +143,11 @@ TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
                 "--zero3_save_16bit_model", "true", "--offload_param_device", "none",
                 "--deepspeed_multinode_launcher", "standard"});
   EXPECT_TRUE(stages.code() == 0 && stages.printed("zero_stage from --")) << stages;
+  const FinishedProcess alone = launched({"--use_deepspeed", "--mixed_precision", "fp16"});
+  for (const char* key :
+       {"zero_stage", "gradient_clipping", "precision_policy", "scaler_hysteresis"}) {
+    EXPECT_TRUE(alone.printed(std::string(key) + " from ACCELERATE_USE_DEEPSPEED")) << alone;
+  }
   const FinishedProcess by_file =
       launched({"--use_deepspeed", "--gradient_clipping", "auto", "--deepspeed_config_file",
                 R"({"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"})"});
@@ -205,6 +210,7 @@ TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
             "zero_optimization.stage makes zero_stage 2, and --zero-stage makes it 3"},
            {{"--deepspeed_config_file", R"({"train_batch_size": 9})"},
             "train_batch_size 9 / (gradient_accumulation_steps 1 x 2 ranks), which is 4.5"},
+           {{"--use_fsdp", "--use_deepspeed"}, "contradicts --use-fsdp"},
            {{"--use_fsdp", "--sharding", "zero1"}, "contradicts --use-fsdp"},
            {{"--use_fsdp", "--fsdp_version", "3"}, "--fsdp-version has to be 1 or 2"},
            {{"--fsdp_sharding_strategy", "FULL_SHARD"}, "--use-fsdp"},
