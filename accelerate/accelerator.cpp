@@ -223,6 +223,24 @@ void Accelerator::State::settle_batch_sizes() {
   batch_arithmetic = sizes.arithmetic;
 }
 
+void Accelerator::State::settle_steps(int64_t other, bool of_all) {
+  if (!settings.deepspeed) return;
+  constexpr std::string_view kSetter = "set_gradient_accumulation_steps";
+  const accelerate::DeepSpeedConfig& config = *settings.deepspeed;
+  TS_CHECK_AS(ConfigError, config.accumulation_steps.value_or(other) == other, kSetter, config.name,
+              ": gradient_accumulation_steps is ", config.accumulation_steps.value_or(0),
+              ", and the program makes it ", other,
+              "; leave one of them out, or write \"auto\" in the file");
+  accelerate::Settings changed = settings;
+  changed.gradient_accumulation_steps = {other, {accelerate::Source::kCode, ""}};
+  const accelerate::BatchSizes sizes = accelerate::batch_sizes(config, changed, data_ranks);
+  TS_CHECK_AS(ConfigError, of_all || sizes.micro.value_or(0) == micro_batch_size, kSetter,
+              config.name, ": ", sizes.arithmetic, ", and other models have micro-batches of ",
+              micro_batch_size, "; write \"auto\" for train_batch_size");
+  micro_batch_size = sizes.micro.value_or(0);
+  batch_arithmetic = sizes.arithmetic;
+}
+
 void Accelerator::State::check_configured(const void* object, bool has_section,
                                           std::string_view section, std::string_view made) {
   const auto found = configured.find(object);

@@ -47,7 +47,9 @@
 //
 // Bits: f32, deterministic reductions, one thread and equal micro-batches: N ranks are bit-equal to
 // one process that accumulates N times as many micro-batches, dropout included: random numbers of
-// prepared models are a function of (seed, global micro-batch, order of calls).
+// prepared models are a function of (seed, global micro-batch, order of calls). With several
+// micro-batches a rank that holds for zero2, zero3 and fsdp; ddp and zero1, equal to each other, add
+// up a rank's own first (docs/sharding.md).
 //
 // Nothing is global. Several Accelerators live side by side, each with the bits that it has alone.
 // An Accelerator belongs to the Context in which it was made, and is used from its thread. Prepared
@@ -213,7 +215,8 @@ class Accelerator : public ProcessControl {
                         const AccumulateOptions& options) {
     return open({models.begin(), models.size()}, options);
   }
-  // Of all models, or of one from its next window on. ValueError below 1.
+  // Of all models, or of one from its next window on. ValueError below 1; ConfigError where a
+  // DeepSpeed file says another number, or sizes of batches that do not multiply with it.
   void set_gradient_accumulation_steps(int64_t steps);
   void set_gradient_accumulation_steps(nn::ModuleBase& model, int64_t steps);
   int64_t gradient_accumulation_steps() const;

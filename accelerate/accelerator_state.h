@@ -67,6 +67,8 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   int forward_depth = 0;
 
   void settle_batch_sizes();
+  // Another number of steps, of all models or of one, beside the sizes in the file.
+  void settle_steps(int64_t other, bool of_all);
   void check_micro_batch() const;
   void check_configured(const void* object, bool has_section, std::string_view section,
                         std::string_view made);

@@ -131,11 +131,14 @@ void Accelerator::note_short_window(ModelRecord& record) {
 
 void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
   TS_CHECK(steps >= 1, "set_gradient_accumulation_steps", "must be at least 1; got ", steps);
+  state_->settle_steps(steps, true);
   state_->steps = steps;
 }
 void Accelerator::set_gradient_accumulation_steps(nn::ModuleBase& model, int64_t steps) {
   TS_CHECK(steps >= 1, "set_gradient_accumulation_steps", "must be at least 1; got ", steps);
-  state_->at(model, "set_gradient_accumulation_steps")->steps = steps;
+  const auto& record = state_->at(model, "set_gradient_accumulation_steps");
+  state_->settle_steps(steps, false);
+  record->steps = steps;
 }
 int64_t Accelerator::gradient_accumulation_steps() const { return state_->steps; }
 bool Accelerator::sync_gradients() const { return state_->sync_gradients; }

@@ -8,8 +8,8 @@
 
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/accelerate/settings/config_import.h>
 #include <tessera/accelerate/settings/deepspeed_config.h>
+#include <tessera/accelerate/settings/yaml_import.h>
 #include <tessera/core/error.h>
 
 namespace tessera::cli {

@@ -128,6 +128,10 @@ void resolve_fsdp_flags(LaunchFlags& flags) {
     const auto given = flags.values.extract(key);
     if (given) flags.fsdp[word] = given.mapped();
   }
+  if (const auto given = flags.values.find("fsdp_activation_checkpointing");
+      given != flags.values.end()) {
+    flags.fsdp["activation_checkpointing"] = given->second;
+  }
   accelerate::read_fsdp_words(flags.fsdp, fsdp_flag,
                               [&](std::string_view setting, std::string_view text,
                                   std::string_view) { flags.values.emplace(setting, text); });

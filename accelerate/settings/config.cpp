@@ -6,7 +6,7 @@
 #include <unistd.h>
 #include <nlohmann/json.hpp>
 
-#include <tessera/accelerate/settings/deepspeed_config.h>
+#include <tessera/accelerate/settings/deepspeed_keys.h>
 #include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
@@ -275,7 +275,8 @@ class Sources {
     FsdpWords words;
     for (const std::string_view word :
          {"version", "sharding_strategy", "reshard_after_forward", "auto_wrap_policy",
-          "transformer_cls_to_wrap", "min_num_params", "activation_checkpointing_offload"}) {
+          "transformer_cls_to_wrap", "min_num_params", "activation_checkpointing",
+          "activation_checkpointing_offload"}) {
       if (const std::string* text = find(environment_, fsdp_variable(word))) {
         words.emplace(word, *text);
       }

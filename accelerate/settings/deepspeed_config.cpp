@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/settings/deepspeed_keys.h>
+#include <tessera/accelerate/settings/edit_distance.h>
 #include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
 #include <tessera/core/plain_text.h>
@@ -277,13 +278,38 @@ class DeepSpeedReader {
       }
     } else if (path.ends_with(".device")) {
       read_offload(path, value);
-    } else if (path == "optimizer.type" || path == "optimizer.params") {
+    } else if (path == "optimizer.type" || path == "scheduler.type") {
+      read_type(path, value);
+    } else if (path == "optimizer.params") {
       line(path, value, ImportOutcome::kMapped, "accelerator.optimizer_from_config()");
-    } else if (path == "scheduler.type" || path == "scheduler.params") {
+    } else if (path == "scheduler.params") {
       line(path, value, ImportOutcome::kMapped, "accelerator.schedule_from_config()");
     } else {
       read_precision(path, value);
     }
+  }
+
+  void read_type(const std::string& path, const OrderedJson& value) {
+    const std::string section = path.substr(0, path.find('.'));
+    const std::string wanted = lower(value.get<std::string>());
+    std::string all, near;
+    size_t least = wanted.size() / 3 + 2;
+    for (const DeepSpeedType& type : deepspeed_types(section)) {
+      if (type.name == wanted) {
+        return type.refused.empty()
+                   ? line(path, value, ImportOutcome::kMapped,
+                          section == "optimizer" ? "accelerator.optimizer_from_config()"
+                                                 : "accelerator.schedule_from_config()")
+                   : refuse(path, value, type.refused);
+      }
+      if (!type.refused.empty()) continue;
+      all += (all.empty() ? "" : ", ") + std::string(type.name);
+      const size_t distance = edit_distance(wanted, type.name);
+      if (distance < least) least = distance, near = type.name;
+    }
+    TS_THROW(ConfigError, kReader, config_.name, ": ", path, " is ", value.dump(),
+             ", which is unknown", near.empty() ? "" : "; did you mean \"" + near + "\"?",
+             "; there are ", all, ", in any case");
   }
 
   void read_communication(const std::string& path, const OrderedJson& value) {

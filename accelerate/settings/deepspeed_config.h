@@ -25,7 +25,8 @@
 #include <vector>
 
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/accelerate/settings/config_import.h>
+#include <tessera/accelerate/settings/deepspeed_keys.h>
+#include <tessera/accelerate/settings/import_report.h>
 
 namespace tessera::accelerate {
 
@@ -55,13 +56,6 @@ struct DeepSpeedConfig {
 
   Import import() const;  // for reports: the settings that follow from the file alone
 };
-
-// What Accelerate makes where its switch is on and no file is named: stage 2 and clipping to 1
-// where nobody says others, and DeepSpeed's own precision and loss scale. Its name in messages is
-// that of the switch.
-inline constexpr std::string_view kDeepSpeedWithoutFile =
-    R"({"zero_optimization": {"stage": "auto"}, "gradient_clipping": "auto"})";
-inline constexpr std::string_view kDeepSpeedSwitch = "ACCELERATE_USE_DEEPSPEED";
 
 // A path, or the JSON object itself.
 DeepSpeedConfig read_deepspeed_config(const std::string& path_or_object);

@@ -333,6 +333,34 @@ constexpr DeepSpeedKey kKeys[] = {
     {.path = "nebula", .kind = ValueKind::kSwitch, .refused = "save_state() writes checkpoints"},
 };
 
+constexpr std::string_view kOneBit =
+    "its gradients travel in one bit after a while; take AdamW, and ddp_comm_hook to send less";
+constexpr std::string_view kMu = "the program scales rates by width; take AdamW or SGD with groups";
+constexpr DeepSpeedType kOptimizerTypes[] = {
+    {"adam"},
+    {"adamw"},
+    {"lion"},
+    {"adagrad"},
+    {"sgd"},
+    {"rmsprop"},
+    {"adadelta"},
+    {"adamax"},
+    {"nadam"},
+    {"radam"},
+    {"muon",
+     "its groups say by a flag which parameters are matrices; make optim::Muon of "
+     "optim::split_for_muon(), and AdamW of the others, in the program"},
+    {"lamb", "there is no optimizer of this name; take AdamW"},
+    {"onebitadam", kOneBit},
+    {"zerooneadam", kOneBit},
+    {"onebitlamb", kOneBit},
+    {"muadam", kMu},
+    {"muadamw", kMu},
+    {"musgd", kMu},
+};
+constexpr DeepSpeedType kScheduleTypes[] = {
+    {"warmuplr"}, {"warmupdecaylr"}, {"warmupcosinelr"}, {"lrrangetest"}, {"onecycle"}};
+
 // Other names of the same.
 constexpr std::pair<std::string_view, std::string_view> kRenamed[] = {
     {"bfloat16", "bf16"},
@@ -354,6 +382,10 @@ std::string_view last_word(std::string_view path) { return path.substr(path.rfin
 }  // namespace
 
 std::span<const DeepSpeedKey> deepspeed_key_table() { return kKeys; }
+std::span<const DeepSpeedType> deepspeed_types(std::string_view section) {
+  if (section == "optimizer") return kOptimizerTypes;
+  return kScheduleTypes;
+}
 
 const DeepSpeedKey* find_key(std::string_view path) {
   for (const auto& [other, name] : kRenamed) {

@@ -8,6 +8,13 @@
 
 namespace tessera::accelerate {
 
+// What Accelerate makes where its switch is on and no file is named: stage 2 and clipping to 1
+// where nobody says others, and DeepSpeed's own precision and loss scale. Its name in messages is
+// that of the switch.
+inline constexpr std::string_view kDeepSpeedWithoutFile =
+    R"({"zero_optimization": {"stage": "auto"}, "gradient_clipping": "auto"})";
+inline constexpr std::string_view kDeepSpeedSwitch = "ACCELERATE_USE_DEEPSPEED";
+
 enum class ValueKind : uint8_t {
   kBool,
   kWhole,  // 5e8 is one
@@ -30,6 +37,13 @@ struct DeepSpeedKey {
   std::string_view refused = {};   // why others cannot be served
   bool automatic = false;          // "auto" is a value
 };
+
+// A type of the section "optimizer" or "scheduler".
+struct DeepSpeedType {
+  std::string_view name;          // in small letters
+  std::string_view refused = {};  // why there is none of it
+};
+std::span<const DeepSpeedType> deepspeed_types(std::string_view section);
 
 // Of all sections, in their order.
 std::span<const DeepSpeedKey> deepspeed_key_table();

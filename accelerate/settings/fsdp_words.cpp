@@ -1,6 +1,7 @@
 #include <tessera/accelerate/settings/fsdp_words.h>
 
 #include <tessera/accelerate/settings/letter_case.h>
+#include <tessera/accelerate/settings/schema.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {
@@ -73,15 +74,20 @@ void read_fsdp_words(const FsdpWords& words,
   const bool by_class = policy == FsdpWrapPolicy::kTransformer || policy == FsdpWrapPolicy::kUnsaid;
   const bool by_size = policy == FsdpWrapPolicy::kSize ||
                        (policy == FsdpWrapPolicy::kUnsaid && least != kFsdpMinNumParams);
-  if (policy == FsdpWrapPolicy::kNone) put("fsdp_wrap_modules", "none", "auto_wrap_policy");
-  if (by_class && !classes.empty()) put("fsdp_wrap_modules", classes, "transformer_cls_to_wrap");
-  if (by_size && !least.empty()) put("fsdp_min_num_params", least, "min_num_params");
-
   const std::string offload = upper(said("activation_checkpointing_offload"));
   TS_CHECK_AS(UnsupportedError, offload.empty() || offload == "FALSE" || offload == "0", kWords,
               spelling("activation_checkpointing_offload"),
               " asks for inputs of checkpointed modules in host memory, which is not available; "
               "leave it out");
+
+  // A model that is not sharded has units for recomputation alone.
+  const std::string_view recompute = said("activation_checkpointing");
+  const bool recomputes =
+      !recompute.empty() && parse_bool(spelling("activation_checkpointing"), recompute);
+  if (strategy != nullptr && strategy->sharding == "ddp" && !recomputes) return;
+  if (policy == FsdpWrapPolicy::kNone) put("fsdp_wrap_modules", "none", "auto_wrap_policy");
+  if (by_class && !classes.empty()) put("fsdp_wrap_modules", classes, "transformer_cls_to_wrap");
+  if (by_size && !least.empty()) put("fsdp_min_num_params", least, "min_num_params");
 }
 
 }  // namespace tessera::accelerate

@@ -7,8 +7,8 @@
 
 #include <unistd.h>
 
-#include <tessera/accelerate/settings/config_import.h>
 #include <tessera/accelerate/settings/deepspeed_config.h>
+#include <tessera/accelerate/settings/yaml_import.h>
 #include <tessera/core/error.h>
 
 #include "message_of.h"
@@ -358,6 +358,7 @@ TEST(ConfigImport, AKeyThatStandsTwiceIsNamed) {
                          import_text("deepspeed_config:\n  zero_stage: 2\n  zero_stage: 3\n");
                        }),
                        "\"deepspeed_config.zero_stage\" twice"));
+  EXPECT_TRUE(import_text("debug: true\nuse_cpu: false\ndebug: true\n").settings.debug.value);
 }
 
 TEST(ConfigImport, Trap25_FalseInQuotesIsFalse) {
@@ -509,12 +510,110 @@ num_processes: 2
       import_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_param_device: nvme\n");
   EXPECT_EQ(line_of(drives, "deepspeed_config.offload_param_device").outcome,
             ImportOutcome::kRefused);
-  const Import by_file = import_text(
-      "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds_config.json\n"
-      "  zero3_init_flag: true\n");
-  EXPECT_EQ(by_file.settings.deepspeed_config_file.value, "ds_config.json");
-  EXPECT_EQ(by_file.settings.zero_stage, 0);
-  EXPECT_EQ(by_file.refusals(), "");
+}
+
+Import import_deepspeed_file(const std::string& file, const std::string& more = "") {
+  return import_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: " +
+                     file + "\n" + more);
+}
+
+// The other file's keys have their lines, too, and what it asks for is known before a launch.
+TEST(ConfigImport, AJsonThatTheFileNamesIsReadKeyByKey) {
+  const YamlFile json(R"({"zero_optimization": {"stage": 3, "overlap_comm": true}})");
+  const Import import = import_deepspeed_file(json.path(), "  zero3_init_flag: true\n");
+  EXPECT_EQ(import.settings.deepspeed_config_file.value, json.path());
+  EXPECT_EQ(import.settings.zero_stage, 0) << "the file says it";
+  EXPECT_EQ(import.refusals(), "");
+  const std::string key = "deepspeed_config.deepspeed_config_file: zero_optimization.";
+  EXPECT_EQ(line_of(import, key + "stage").outcome, ImportOutcome::kMapped);
+  EXPECT_EQ(line_of(import, key + "overlap_comm").outcome, ImportOutcome::kNoCounterpart);
+  const std::string name = std::filesystem::path(json.path()).filename();
+  EXPECT_EQ(import_deepspeed_file(name).settings.deepspeed_config_file.value, json.path())
+      << "beside the file that names it";
+  EXPECT_TRUE(mentions(import_deepspeed_file("no_such.json").refusals(), "there is no file"));
+  EXPECT_EQ(import_deepspeed_file("none").settings.deepspeed_config_file.value,
+            kDeepSpeedWithoutFile);
+  for (const auto& [text, part] : std::vector<std::pair<std::string, std::string>>{
+           {R"({"optimizer": {"type": "OneBitAdam"}})", "optimizer.type: \"OneBitAdam\""},
+           {R"({"zero_optimization": {"offload_param": {"device": "nvme"}}})",
+            "device: \"nvme\""}}) {
+    const YamlFile refused(text);
+    const std::string message =
+        message_of<UnsupportedError>([&] { import_deepspeed_file(refused.path()); });
+    EXPECT_TRUE(mentions(message, part)) << message;
+  }
+  const YamlFile unknown(R"({"zero_optimization": {"stge": 3}})");
+  EXPECT_THROW(import_deepspeed_file(unknown.path()), ConfigError);
+}
+
+// A file holds the answers to other questions, too; the launcher reads the sections of its type.
+TEST(ConfigImport, SectionsThatAccelerateDoesNotReadForTheTypeChangeNothing) {
+  struct Section {
+    const char *name, *text;
+    std::vector<std::string> read_by;
+  };
+  const Section kSections[] = {
+      {"fsdp_config", "  fsdp_offload_params: true\n", {"FSDP"}},
+      {"deepspeed_config", "  gradient_clipping: 0.5\n", {"DEEPSPEED"}},
+      {"parallelism_config",
+       "  parallelism_config_dp_shard_size: 2\n",
+       {"FSDP", "DEEPSPEED", "MULTI_GPU"}},
+      {"mpirun_config", "  mpirun_hostfile: hosts\n", {"NO", "MULTI_CPU"}}};
+  for (const char* type : {"'NO'", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}) {
+    for (const auto& [name, text, read_by] : kSections) {
+      SCOPED_TRACE(std::string(type) + " " + name);
+      const std::string head = std::string("distributed_type: ") + type + "\nnum_processes: 1\n";
+      const Import without = import_text(head);
+      const Import import = import_text(head + name + ":\n" + text);
+      const std::string bare = type == std::string("'NO'") ? "NO" : type;
+      const bool reads = std::find(read_by.begin(), read_by.end(), bare) != read_by.end();
+      EXPECT_EQ(config_json(import.settings) != config_json(without.settings), reads);
+      for (const ImportLine& line : import.lines) {
+        if (!line.key.starts_with(std::string(name) + ".")) continue;
+        EXPECT_EQ(line.outcome == ImportOutcome::kNoCounterpart, !reads);
+        EXPECT_EQ(mentions(line.note, "does not read"), !reads) << line.note;
+      }
+    }
+  }
+  const Import none =
+      import_text("distributed_type: 'NO'\ndeepspeed_config:\n  deepspeed_config_file: no.json\n");
+  EXPECT_EQ(none.refusals(), "") << "nobody opens it";
+  const Import sixteen =
+      import_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\nfp8_config:\n  margin: 2\n");
+  EXPECT_EQ(sixteen.settings.fp8_margin, 0);
+  EXPECT_TRUE(mentions(line_of(sixteen, "fp8_config.margin").note, "fp8"));
+}
+
+// Version 1 goes by the strategy, version 2 by reshard_after_forward, as FSDP_VERSION says.
+TEST(ConfigImport, TheVersionSaysWhichKeyDecidesAboutResharding) {
+  struct Case {
+    const char *version, *strategy, *reshards;
+    bool kept;  // parameters stay whole after the forward
+  };
+  for (const Case& one : {Case{"1", "SHARD_GRAD_OP", "true", true},
+                          {"1", "FULL_SHARD", "false", false},
+                          {"", "FULL_SHARD", "false", false},
+                          {"2", "SHARD_GRAD_OP", "true", false},
+                          {"2", "NO_SHARD", "true", false},
+                          {"2", "FULL_SHARD", "false", true},
+                          {"2.0", "SHARD_GRAD_OP", "", false}}) {
+    std::string text = "distributed_type: FSDP\nfsdp_config:\n";
+    const auto add = [&](const char* key, const std::string& value) {
+      if (!value.empty()) text += std::string("  fsdp_") + key + ": " + value + "\n";
+    };
+    add("sharding_strategy", one.strategy);
+    add("reshard_after_forward", one.reshards);
+    add("version", one.version);
+    const Import import = import_text(text);
+    EXPECT_EQ(import.settings.fsdp_reshard_after_forward, !one.kept) << text << import.report();
+    EXPECT_EQ(import.settings.sharding.value, Sharding::kFsdp) << text;
+    const bool second = one.version[0] == '2';
+    const ImportLine& passed_over =
+        line_of(import, second ? "fsdp_config.fsdp_sharding_strategy"
+                               : "fsdp_config.fsdp_reshard_after_forward");
+    EXPECT_EQ(passed_over.outcome, ImportOutcome::kUnset) << text;
+    EXPECT_TRUE(mentions(passed_over.note, second ? "version 2" : "version 1")) << passed_over.note;
+  }
 }
 
 }  // namespace

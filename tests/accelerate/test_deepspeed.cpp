@@ -314,6 +314,46 @@ TEST(DeepSpeedRun, HasLoadersOfTheFilesBatchSize) {
   EXPECT_TRUE(mentions(message, "make its batch_size 4")) << message;
 }
 
+// Steps that change later are held against the file's sizes as those at the beginning are.
+TEST(DeepSpeedRun, StepsThatTheProgramChangesStillMultiply) {
+  const std::string full = R"({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4})";
+  for (const std::string& json :
+       {full, std::string(R"({"gradient_accumulation_steps": 1})"),
+        std::string(R"({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4,
+                        "gradient_accumulation_steps": 1})")}) {
+    compared_ranks(2, [&](int) {
+      Accelerator accelerator(with(json));
+      Regression model;
+      accelerator.prepare(model);
+      const std::string message =
+          message_of<ConfigError>([&] { accelerator.set_gradient_accumulation_steps(2); });
+      EXPECT_TRUE(mentions(message, "gradient_accumulation_steps")) << message;
+      EXPECT_THROW(accelerator.set_gradient_accumulation_steps(model, 2), ConfigError);
+      EXPECT_EQ(accelerator.gradient_accumulation_steps(), 1);
+      accelerator.set_gradient_accumulation_steps(1);
+    });
+  }
+  // What the file leaves open follows.
+  compared_ranks(1, [](int) {
+    Accelerator accelerator(with(R"({"train_batch_size": 8})"));
+    Regression model;
+    data::DataLoader<std::array<Tensor, 2>> loader(std::make_shared<Line>(24), {.batch_size = 8});
+    accelerator.prepare(model, loader);
+    EXPECT_THROW(accelerator.set_gradient_accumulation_steps(model, 2), ConfigError);
+    accelerator.set_gradient_accumulation_steps(2);
+    const std::string message = message_of<ConfigError>([&] {
+      for (const auto& batch : loader) {
+        const auto micro = accelerator.accumulate(model);
+        accelerator.backward(loss_of(model, batch));
+      }
+    });
+    EXPECT_TRUE(mentions(message, "make its batch_size 4")) << message;
+  });
+  Accelerator open(with(R"({"train_micro_batch_size_per_gpu": 4})"));
+  open.set_gradient_accumulation_steps(3);
+  EXPECT_EQ(open.gradient_accumulation_steps(), 3);
+}
+
 TEST(DeepSpeedRun, SizesThatDoNotMultiplyEndItBeforeItBegins) {
   compared_ranks(2, [](int) {
     const std::string message = message_of<ConfigError>(

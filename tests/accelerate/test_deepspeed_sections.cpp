@@ -9,6 +9,7 @@
 
 #include <tessera/accelerate/deepspeed.h>
 #include <tessera/accelerate/settings/deepspeed_config.h>
+#include <tessera/accelerate/settings/deepspeed_keys.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
@@ -142,6 +143,37 @@ TEST(DeepSpeedOptimizer, BadSectionsAreNamedByTypeAndParameter) {
   const std::string none =
       message_of<ConfigError>([] { make_optimizer(read("{}"), {{.parameters = weights()}}); });
   EXPECT_TRUE(mentions(none, "no section \"optimizer\"")) << none;
+}
+
+// A type is made, or the file is refused where it is read: not first when a program asks for it.
+TEST(DeepSpeedTypes, AreMadeOrRefusedByTheReader) {
+  const auto params = [](std::string_view type) -> std::string {
+    if (type == "warmupdecaylr" || type == "warmupcosinelr") return R"({"total_num_steps": 2000})";
+    return type == "onecycle" ? R"({"cycle_min_lr": 0.1, "cycle_max_lr": 0.2})" : "{}";
+  };
+  for (const std::string section : {"optimizer", "scheduler"}) {
+    const auto file = [&](const std::string& type) {
+      return "{\"" + section + R"(": {"type": ")" + type + R"(", "params": )" + params(type) + "}}";
+    };
+    for (const DeepSpeedType& type : deepspeed_types(section)) {
+      SCOPED_TRACE(type.name);
+      const std::string json = file(std::string(type.name));
+      if (!type.refused.empty()) {
+        const std::string message = message_of<UnsupportedError>([&] { read(json); });
+        EXPECT_TRUE(mentions(message, std::string(type.refused))) << message;
+      } else if (section == "optimizer") {
+        EXPECT_NE(make_optimizer(read(json), {{.parameters = weights()}}), nullptr);
+      } else {
+        optim::SGD optimizer(weights(), {.lr = 0.1});
+        EXPECT_NE(make_schedule(read(json), optimizer), nullptr);
+      }
+    }
+    for (const char* type : {"Adamm", "WarmupLRR", "NoSuch"}) {
+      const std::string message = message_of<ConfigError>([&] { read(file(type)); });
+      EXPECT_TRUE(mentions(message, section + ".type is \"" + type + "\", which is unknown"))
+          << message;
+    }
+  }
 }
 
 // ---- Schedules: before the first step (DeepSpeed's iteration -1) and after each.

@@ -1,4 +1,4 @@
-#include <tessera/accelerate/settings/config_import.h>
+#include <tessera/accelerate/settings/yaml_import.h>
 
 #include "driver.h"
 

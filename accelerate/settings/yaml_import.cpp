@@ -1,8 +1,9 @@
-#include <tessera/accelerate/settings/config_import.h>
+#include <tessera/accelerate/settings/yaml_import.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
-#include <set>
+#include <map>
 #include <sstream>
 
 #include <yaml-cpp/yaml.h>
@@ -124,7 +125,7 @@ const Rule kDeepSpeed[] = {
     {.key = "gradient_accumulation_steps"},
     {.key = "gradient_clipping"},
     {.key = "deepspeed_hostfile", .setting = "hostfile"},
-    {.key = "deepspeed_config_file", .setting = "deepspeed_config_file"},
+    {.key = "deepspeed_config_file"},
     {.key = "deepspeed_multinode_launcher", .why = "tessera launch chooses mpirun or srun"},
     {.key = "deepspeed_inclusion_filter", .why = "list the machines in the host file"},
     {.key = "deepspeed_exclusion_filter", .why = "list the machines in the host file"},
@@ -222,14 +223,22 @@ class Importer {
     TS_CHECK_AS(ConfigError, strangers_.empty(), kConfigImport, path_,
                 " has keys that Accelerate does not know: ", strangers_,
                 "; correct or remove them");
+    if (const YAML::Node type = file["distributed_type"]; type && type.IsScalar()) {
+      type_ = upper(type.Scalar());
+    }
+    if (const YAML::Node precision = file["mixed_precision"]; precision && precision.IsScalar()) {
+      precision_ = lower(precision.Scalar());
+    }
     for (const auto& entry : file) {
       const auto key = entry.first.as<std::string>();
       const auto section = std::find_if(sections().begin(), sections().end(),
                                         [&](const auto& one) { return one.first == key; });
-      if (section != sections().end()) {
+      if (const std::string why = ignored(key); !why.empty()) {
+        pass_over(key, entry.second, why);
+      } else if (section != sections().end()) {
         read_section(key, entry.second, section->second);
       } else if (entry.second.IsMap()) {
-        unsupported_section(key, entry.second);
+        pass_over(key, entry.second, unsupported_section(key));
       } else {
         read_key("", *find_rule(kTop, key), entry.second);
       }
@@ -249,14 +258,36 @@ class Importer {
     return *kSections;
   }
 
-  // A key that stands twice has two values: the parser keeps both, others take the last one.
+  // A key that stands twice has two values: the parser keeps both, others take the last one. One
+  // value twice is none too many: a file of Accelerate's own tests has that.
   void refuse_repeated(const std::string& prefix, const YAML::Node& map) {
-    std::set<std::string> seen;
+    std::map<std::string, std::string> seen;
     for (const auto& entry : map) {
       const auto key = entry.first.as<std::string>();
-      TS_CHECK_AS(FormatError, seen.insert(key).second, kConfigImport, path_, " has \"", prefix,
-                  key, "\" twice; remove one");
+      const auto [first, fresh] = seen.emplace(key, value_text(entry.second));
+      const bool same = entry.second.IsScalar() && first->second == entry.second.Scalar();
+      TS_CHECK_AS(FormatError, fresh || same, kConfigImport, path_, " has \"", prefix, key,
+                  "\" twice; remove one");
     }
+  }
+
+  // Why Accelerate's launcher makes nothing of a section in this file; empty: it reads it. A file
+  // holds the answers to questions of other types, too.
+  std::string ignored(const std::string& section) const {
+    const bool on_cpus = type_ == "NO" || type_ == "FALSE" || type_ == "MULTI_CPU";
+    const bool reads = section == "fsdp_config"        ? type_ == "FSDP"
+                       : section == "deepspeed_config" ? type_ == "DEEPSPEED"
+                       : section == "mpirun_config"    ? on_cpus
+                                                       : !on_cpus;
+    const bool by_type = section == "fsdp_config" || section == "deepspeed_config" ||
+                         section == "mpirun_config" || section == "parallelism_config";
+    if (by_type && !type_.empty() && !reads) {
+      return "Accelerate does not read this section where distributed_type is " + type_;
+    }
+    if (section == "fp8_config" && precision_ != "fp8") {
+      return "Accelerate reads this section where mixed_precision is fp8";
+    }
+    return "";
   }
 
   void find_strangers(const std::string& prefix, const YAML::Node& map,
@@ -310,24 +341,46 @@ class Importer {
     }
     TS_CHECK_AS(FormatError, node.IsMap(), kConfigImport, path_, ": ", name,
                 " has to hold keys and values");
-    // It says how the others are read.
-    const YAML::Node policy = node["fsdp_auto_wrap_policy"];
-    if (policy && policy.IsScalar() && !policy.IsNull()) {
-      policy_ =
-          parse_fsdp_wrap_policy(path_ + ": " + name + ".fsdp_auto_wrap_policy", policy.Scalar());
-    }
+    if (name == "fsdp_config") read_words(name, node);
     for (const auto& entry : node) {
       read_key(name + ".", *find_rule(rules, entry.first.as<std::string>()), entry.second);
     }
   }
 
-  void unsupported_section(const std::string& name, const YAML::Node& node) {
-    const std::string_view why = name == "megatron_lm_config"
-                                     ? "Megatron's parallelism is not available yet"
-                                 : name == "ipex_config"   ? "oneDNN is used by itself"
-                                 : name == "dynamo_config" ? kCompile
-                                                           : "no counterpart";
-    if (node.size() == 0) line(name, "", ImportOutcome::kUnset, "empty");
+  // What keys of sharding are together.
+  void read_words(const std::string& name, const YAML::Node& node) {
+    FsdpWords words = {{"version", "1"}};  // the launcher's default
+    for (const auto& entry : node) {
+      const auto key = entry.first.as<std::string>();
+      const bool by_rule = word_of(key) == "activation_checkpointing_offload";
+      if (!entry.second.IsScalar() || entry.second.IsNull() || by_rule) continue;
+      spellings_[word_of(key)] = path_ + ": " + name + "." + key;
+      words[word_of(key)] = entry.second.Scalar();
+    }
+    // As a number: 2, "2" and 2.0 are one version.
+    if (words["version"].ends_with(".0")) words["version"].resize(words["version"].size() - 2);
+    result_.fsdp_version = words["version"] == "2" ? 2 : 1;
+    read_fsdp_words(
+        words, [&](std::string_view word) { return spellings_[std::string(word)]; },
+        [&](std::string_view setting, std::string_view text, std::string_view word) {
+          follows_[std::string(word)].emplace_back(setting, text);
+        });
+  }
+  // "sharding_strategy" of fsdp_sharding_strategy; files of 0.11 to 0.14 wrote that.
+  static std::string word_of(const std::string& key) {
+    const std::string word = key.starts_with("fsdp_") ? key.substr(5) : key;
+    return word == "transformer_layer_cls_to_wrap" ? "transformer_cls_to_wrap" : word;
+  }
+
+  static std::string_view unsupported_section(const std::string& name) {
+    return name == "megatron_lm_config" ? "Megatron's parallelism is not available yet"
+           : name == "ipex_config"      ? "oneDNN is used by itself"
+           : name == "dynamo_config"    ? kCompile
+                                        : "no counterpart";
+  }
+  void pass_over(const std::string& name, const YAML::Node& node, std::string_view why) {
+    if (!node.IsMap() || node.size() == 0) line(name, "", ImportOutcome::kUnset, "empty");
+    if (!node.IsMap()) return;
     for (const auto& entry : node) {
       line(name + "." + entry.first.as<std::string>(), value_text(entry.second),
            ImportOutcome::kNoCounterpart, std::string(why));
@@ -394,6 +447,8 @@ class Importer {
       } else {
         line(key, value, ImportOutcome::kRefused, std::string(kDrives) + "; write cpu or none");
       }
+    } else if (name == "deepspeed_config_file") {
+      read_deepspeed_file(key, value);
     } else if (name == "gradient_clipping") {
       if (value == "auto") {
         line(key, value, ImportOutcome::kUnset, "what the program says");
@@ -412,6 +467,28 @@ class Importer {
       }
     } else {
       read_fsdp(key, name, value);
+    }
+  }
+
+  // The JSON's keys get lines of their own. Its path is that of the launch's folder, or of this
+  // file's.
+  void read_deepspeed_file(const std::string& key, const std::string& value) {
+    if (lower(value) == "none") return line(key, value, ImportOutcome::kUnset, "no file");
+    deepspeed_file_given_ = true;
+    namespace fs = std::filesystem;
+    const fs::path beside = fs::path(path_).parent_path() / value;
+    std::error_code none;
+    const bool here = fs::exists(value, none) || !fs::exists(beside, none);
+    const std::string path = fs::absolute(here ? fs::path(value) : beside).lexically_normal();
+    if (!fs::exists(path, none)) {
+      return line(key, value, ImportOutcome::kRefused,
+                  "there is no file " + path + "; write where it is");
+    }
+    const DeepSpeedConfig config = read_deepspeed_config(path);
+    map(key, value, "deepspeed_config_file", path);
+    for (ImportLine one : config.lines) {
+      one.key = key + ": " + one.key;
+      result_.lines.push_back(std::move(one));
     }
   }
 
@@ -462,24 +539,10 @@ class Importer {
   }
 
   void read_fsdp(const std::string& key, const std::string& name, const std::string& value) {
-    if (name == "fsdp_version") {
-      // As a number: 2, "2" and 2.0 are one version.
-      result_.fsdp_version = value == "2" || value == "2.0" ? 2 : 1;
+    const std::string word = word_of(name);
+    if (word == "version") {
       line(key, value, ImportOutcome::kUnset, "both are one engine here");
-    } else if (name == "fsdp_sharding_strategy" || name == "sharding_strategy" ||
-               (name == "fsdp_reshard_after_forward" && find_fsdp_strategy(value) != nullptr)) {
-      const FsdpStrategy* strategy = find_fsdp_strategy(value);
-      TS_CHECK_AS(ConfigError, strategy != nullptr, kConfigImport, path_, ": ", key, " has to be ",
-                  kFsdpStrategies, "; got \"", value, "\"");
-      map(key, value, "sharding", std::string(strategy->sharding));
-      if (!strategy->reshards) map(key, value, "fsdp_reshard_after_forward", "false");
-      if (strategy->hybrid) {
-        result_.lines.back().note += "; dp_replicate_size says how many groups hold a whole model";
-      }
-      strategy_given_ = true;
-    } else if (name == "fsdp_reshard_after_forward") {
-      map(key, value, "fsdp_reshard_after_forward", value);
-    } else if (name == "fsdp_state_dict_type") {
+    } else if (word == "state_dict_type") {
       const std::string type = upper(value);
       if (type.find("LOCAL") != std::string::npos || type == "3") {
         line(key, value, ImportOutcome::kRefused,
@@ -488,29 +551,25 @@ class Importer {
       } else {
         map(key, value, "fsdp_state_dict_type", value);
       }
-    } else if (name == "fsdp_auto_wrap_policy") {
-      if (policy_ == FsdpWrapPolicy::kNone) {
-        map(key, value, "fsdp_wrap_modules", "none");
-      } else {
-        line(key, value, ImportOutcome::kUnset,
-             "follows from fsdp_wrap_modules and fsdp_min_num_params");
+    } else if (follows_.contains(word)) {
+      for (const auto& [setting, text_of_setting] : follows_[word]) {
+        map(key, value, setting, text_of_setting);
+        strategy_given_ = strategy_given_ || setting == "sharding";
       }
-    } else if (name == "fsdp_transformer_layer_cls_to_wrap") {
-      map_units(key, value, "fsdp_wrap_modules", FsdpWrapPolicy::kTransformer);
-    } else if (name == "fsdp_min_num_params" || name == "min_num_params") {
-      map_units(key, value, "fsdp_min_num_params", FsdpWrapPolicy::kSize);
+      const FsdpStrategy* strategy = find_fsdp_strategy(value);
+      if (strategy != nullptr && strategy->hybrid) {
+        result_.lines.back().note += "; dp_replicate_size says how many groups hold a whole model";
+      }
     } else {
-      TS_THROW(ConfigError, kConfigImport, path_, ": ", key, " is not understood");
-    }
-  }
-
-  // What another policy than the file's would have read is as if it were not there.
-  void map_units(const std::string& key, const std::string& value, std::string_view setting,
-                 FsdpWrapPolicy policy) {
-    if (policy_ == FsdpWrapPolicy::kUnsaid || policy_ == policy) {
-      map(key, value, setting, value);
-    } else {
-      line(key, value, ImportOutcome::kUnset, "not what fsdp_auto_wrap_policy asks for");
+      const bool of_version = word == "sharding_strategy" || word == "reshard_after_forward";
+      TS_CHECK_AS(ConfigError,
+                  of_version || word == "auto_wrap_policy" || word == "min_num_params" ||
+                      word == "transformer_cls_to_wrap",
+                  kConfigImport, path_, ": ", key, " is not understood");
+      line(key, value, ImportOutcome::kUnset,
+           !of_version                 ? "not what decides about units in this file"
+           : result_.fsdp_version == 2 ? "version 2 reads fsdp_reshard_after_forward"
+                                       : "version 1 reads fsdp_sharding_strategy");
     }
   }
 
@@ -533,63 +592,35 @@ class Importer {
 
   void finish(const YAML::Node& file) {
     const YAML::Node fp8 = file["fp8_config"];
-    if (fp8 && fp8.IsMap() && fp8.size() > 0) finish_fp8(fp8);
-    const YAML::Node type = file["distributed_type"];
-    if (!type || !type.IsScalar()) return;
-    const std::string name = upper(type.Scalar());
-    if (name == "FSDP") {
+    const bool has_fp8 = fp8 && fp8.IsMap() && fp8.size() > 0;
+    if (has_fp8 && ignored("fp8_config").empty()) finish_fp8(fp8);
+    if (type_ == "FSDP") {
       if (result_.fsdp_version == 0) result_.fsdp_version = 1;
-      if (!strategy_given_) map("distributed_type", type.Scalar(), "sharding", "fsdp");
+      if (!strategy_given_) map("distributed_type", type_, "sharding", "fsdp");
     }
-    if (name == "DEEPSPEED" && result_.settings.deepspeed_config_file.value.empty()) {
-      map("distributed_type", type.Scalar(), "deepspeed_config_file",
-          std::string(kDeepSpeedWithoutFile));
+    if (type_ == "DEEPSPEED" && !deepspeed_file_given_) {
+      map("distributed_type", type_, "deepspeed_config_file", std::string(kDeepSpeedWithoutFile));
     }
     // Accelerate starts one process with NO whatever num_processes says.
-    TS_CHECK_AS(ConfigError,
-                (name != "NO" && name != "FALSE") || result_.settings.ranks.value.value_or(1) == 1,
-                kConfigImport, path_, ": distributed_type is NO and num_processes is ",
-                result_.settings.ranks.value.value_or(1),
-                ", which contradict each other; make it MULTI_CPU or MULTI_GPU, or 1 process");
+    TS_CHECK_AS(
+        ConfigError,
+        (type_ != "NO" && type_ != "FALSE") || result_.settings.ranks.value.value_or(1) == 1,
+        kConfigImport, path_, ": distributed_type is NO and num_processes is ",
+        result_.settings.ranks.value.value_or(1),
+        ", which contradict each other; make it MULTI_CPU or MULTI_GPU, or 1 process");
   }
 
   std::string path_;
   std::string strangers_;
-  bool strategy_given_ = false;
-  FsdpWrapPolicy policy_ = FsdpWrapPolicy::kUnsaid;
+  std::string type_, precision_;  // distributed_type in capitals, mixed_precision in small letters
+  bool strategy_given_ = false, deepspeed_file_given_ = false;
+  // Of fsdp_config by word: how the file spells it, and the settings that follow.
+  std::map<std::string, std::string> spellings_;
+  std::map<std::string, std::vector<std::pair<std::string, std::string>>> follows_;
   Import result_;
 };
 
 }  // namespace
-
-std::string Import::report() const {
-  constexpr std::string_view kNames[] = {"mapped", "planned", "-", "none", "refused"};
-  std::string text;
-  size_t width = 0;
-  for (const ImportLine& line : lines) {
-    width = std::max(width, line.key.size() + line.value.size() + 2);
-  }
-  for (const ImportLine& line : lines) {
-    std::string left = line.key + ": " + line.value;
-    left.resize(std::max(width, left.size()), ' ');
-    std::string outcome(kNames[static_cast<size_t>(line.outcome)]);
-    outcome.resize(8, ' ');
-    text += "  " + left + "  " + outcome + line.note +
-            (line.outcome == ImportOutcome::kPlanned ? " (not available yet)" : "") + "\n";
-  }
-  return text;
-}
-
-std::string Import::refusals() const {
-  std::string text;
-  for (const ImportLine& line : lines) {
-    const bool planned = line.outcome == ImportOutcome::kPlanned;
-    if (!planned && line.outcome != ImportOutcome::kRefused) continue;
-    text += (text.empty() ? "" : "; ") + line.key + ": " + line.value + " (" + line.note +
-            (planned ? ", which is not available yet)" : ")");
-  }
-  return text;
-}
 
 Import import_accelerate_text(const std::string& text, const std::string& path) {
   return Importer(path).run(text);

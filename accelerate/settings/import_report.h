@@ -1,15 +1,11 @@
-// Settings from the YAML files of HuggingFace Accelerate, of all their generations (0.11 to today).
-//
-// Every key of the file is accounted for: it became a setting, it says what is the default anyway,
-// it stands for something that this version does not have yet, or it has no counterpart and the
-// note says what takes its place. Keys that Accelerate does not know are a ConfigError that lists
-// all of them.
+// What became of each key of a file that another library reads: Accelerate's YAML, DeepSpeed's JSON.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
-#include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/settings/settings.h>
 
 namespace tessera::accelerate {
 
@@ -37,10 +33,5 @@ struct Import {
   // with these settings is what the file describes.
   std::string refusals() const;
 };
-
-// IoError, FormatError (no YAML, no map), ConfigError: see above, and values that cannot be.
-Import import_accelerate(const std::string& path);
-// The same from the text of a file named `path`.
-Import import_accelerate_text(const std::string& text, const std::string& path);
 
 }  // namespace tessera::accelerate
