@@ -2,7 +2,9 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <thread>
@@ -14,6 +16,7 @@
 
 #include <tessera/core/block_signals.h>
 #include <tessera/core/context.h>
+#include <tessera/core/cpu_quota.h>
 #include <tessera/core/error.h>
 #include <tessera/core/thread.h>
 
@@ -138,7 +141,7 @@ class Team {
 };
 
 // OMP_NUM_THREADS where it is set, as users of other libraries expect; else the cores that this
-// process may run on.
+// process may run on, and no more than its container's share of time keeps busy.
 int default_num_threads() {
   static const int count = [] {
     if (const char* text = std::getenv("OMP_NUM_THREADS")) {
@@ -146,8 +149,11 @@ int default_num_threads() {
       if (wanted >= 1) return wanted;
     }
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
-    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    const int cores = sched_getaffinity(0, sizeof set, &set) == 0
+                          ? CPU_COUNT(&set)
+                          : static_cast<int>(std::thread::hardware_concurrency());
+    return std::max(
+        1, static_cast<int>(std::min<double>(cores, std::ceil(cpu_quota().value_or(cores)))));
   }();
   return count;
 }

@@ -270,6 +270,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"autograd/saved_tensor.h", "inside of nodes"},
     {"core/approximate.h", "formulas of kernels"},
     {"core/asan.h", "inside of allocators"},
+    {"core/cpu_quota.h", "inside of parallel.h and of the launcher"},
     {"core/memory/block_arena.h", "inside of allocators"},
     {"core/gpu/transfers.h", "inside of pinned.h and of ranges on a GPU"},
     {"core/io/crc32c.h", "of file formats"},

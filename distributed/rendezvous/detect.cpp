@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <fstream>
 
 #include <sched.h>
 #include <unistd.h>
 
-#include <tessera/core/plain_text.h>
+#include <tessera/core/cpu_quota.h>
 
 namespace tessera::distributed {
 namespace {
@@ -239,13 +238,9 @@ Environment process_environment() {
 Cores available_cores() {
   Cores cores;
   cores.node = static_cast<int>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
-  // Containers limit time instead of cores: "200000 100000" is two cores' worth.
-  PlainText<std::ifstream> quota_file("/sys/fs/cgroup/cpu.max");
-  double quota = 0;
-  double period = 0;
-  if (quota_file >> quota >> period && quota > 0 && period > 0) {
-    cores.node = std::clamp(static_cast<int>(std::ceil(quota / period)), 1, cores.node);
-  }
+  // Containers limit time instead of cores.
+  const double quota = std::ceil(cpu_quota().value_or(cores.node));
+  cores.node = static_cast<int>(std::clamp<double>(quota, 1, cores.node));
   cpu_set_t set;
   CPU_ZERO(&set);
   cores.allowed = cores.node;

@@ -8,7 +8,10 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <limits>
+#include <map>
 #include <span>
 #include <sstream>
 #include <string>
@@ -18,6 +21,7 @@
 #include <vector>
 
 #include <tessera/core/context.h>
+#include <tessera/core/cpu_quota.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/memory/block_arena.h>
@@ -419,6 +423,86 @@ TEST(Profiler, CountsRangesAndTheirOwnTime) {
             profiler.entries().at("outer").total_seconds);
   EXPECT_EQ(profiler.events().size(), 4u);
   EXPECT_NE(profiler.chrome_trace().find("\"name\":\"outer\""), std::string::npos);
+}
+
+// ---- What a container lets a process use
+
+// A machine's files below a folder of its own.
+std::optional<double> quota_of(const std::map<std::string, std::string>& files) {
+  char folder[] = "/tmp/tessera_quota_XXXXXX";
+  if (::mkdtemp(folder) == nullptr) return {};
+  for (const auto& [name, text] : files) {
+    const std::filesystem::path path = folder + name;
+    std::filesystem::create_directories(path.parent_path());
+    std::ofstream(path) << text;
+  }
+  const std::optional<double> quota = cpu_quota(folder);
+  std::filesystem::remove_all(folder);
+  return quota;
+}
+
+TEST(CpuQuota, IsTheLeastOfAllGroupsThatThisProcessIsIn) {
+  const std::string kGroup = "/proc/self/cgroup", kMounts = "/proc/self/mountinfo";
+  const std::string second =
+      "30 24 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw\n";
+  const std::string first =
+      "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n"
+      "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+      "33 31 0:31 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n";
+  const std::string v1 = "/sys/fs/cgroup/cpu,cpuacct";
+  EXPECT_EQ(quota_of({}), std::nullopt);
+  EXPECT_EQ(quota_of({{kGroup, "0::/\n"}, {kMounts, second}}), std::nullopt);
+  // Version 2: at the root of a container, nested, a parent that allows less, none.
+  EXPECT_EQ(
+      quota_of(
+          {{kGroup, "0::/\n"}, {kMounts, second}, {"/sys/fs/cgroup/cpu.max", "50000 100000\n"}}),
+      0.5);
+  EXPECT_EQ(quota_of({{kGroup, "0::/a.slice/b.scope\n"},
+                      {kMounts, second},
+                      {"/sys/fs/cgroup/a.slice/cpu.max", "max 100000\n"},
+                      {"/sys/fs/cgroup/a.slice/b.scope/cpu.max", "150000 100000\n"}}),
+            1.5);
+  EXPECT_EQ(quota_of({{kGroup, "0::/a/b/c\n"},
+                      {kMounts, second},
+                      {"/sys/fs/cgroup/a/cpu.max", "100000 100000\n"},
+                      {"/sys/fs/cgroup/a/b/c/cpu.max", "400000 100000\n"}}),
+            1.0);
+  EXPECT_EQ(
+      quota_of(
+          {{kGroup, "0::/a\n"}, {kMounts, second}, {"/sys/fs/cgroup/a/cpu.max", "max 100000\n"}}),
+      std::nullopt);
+  EXPECT_EQ(quota_of({{kGroup, "0::/a\n"},
+                      {kMounts, second},
+                      {"/sys/fs/cgroup/other/cpu.max", "1000 100000\n"}}),
+            std::nullopt)
+      << "another's";
+  // Version 1, whose other controllers have other groups; -1 is none.
+  const std::string groups = "5:cpuset:/z\n4:cpu,cpuacct:/a/b\n0::/a\n";
+  EXPECT_EQ(quota_of({{kGroup, groups},
+                      {kMounts, first},
+                      {v1 + "/a/b/cpu.cfs_quota_us", "25000\n"},
+                      {v1 + "/a/b/cpu.cfs_period_us", "50000\n"},
+                      {v1 + "/cpu.cfs_quota_us", "-1\n"},
+                      {v1 + "/cpu.cfs_period_us", "100000\n"}}),
+            0.5);
+  EXPECT_EQ(quota_of({{kGroup, groups},
+                      {kMounts, first},
+                      {v1 + "/a/cpu.cfs_quota_us", "300000\n"},
+                      {v1 + "/a/cpu.cfs_period_us", "100000\n"},
+                      {v1 + "/a/b/cpu.cfs_quota_us", "-1\n"},
+                      {v1 + "/a/b/cpu.cfs_period_us", "100000\n"}}),
+            3.0);
+  // A container without a name space of groups sees its host's path; its own is what is mounted.
+  EXPECT_EQ(
+      quota_of({{kGroup, "4:cpu,cpuacct:/docker/12ab\n"},
+                {kMounts, "32 31 0:29 /docker/12ab /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"},
+                {"/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "200000\n"},
+                {"/sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n"}}),
+      2.0);
+  EXPECT_EQ(quota_of({{kGroup, "0::/docker/12ab/job\n"},
+                      {kMounts, "30 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"},
+                      {"/sys/fs/cgroup/cpu.max", "200000 100000\n"}}),
+            2.0);
 }
 
 }  // namespace
