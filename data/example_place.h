@@ -3,8 +3,9 @@
 // [Note: random numbers of examples] Under a loader what Dataset::get(), the next() of a stream and
 // Collate draw (rand, dropout, next_random_stream...) is a function of the loader's seed, the epoch
 // and the example's place in the epoch's order: the same for any number of workers, 0 included, for
-// any number of ranks, after any restart, and other numbers in every epoch. The numbers of the
-// thread that runs the loop are left alone, also without workers.
+// any number of ranks, after any restart, and other numbers in every epoch. Of a stream that ranks
+// read by parts the place is that in a rank's own parts: there the numbers are those of the number
+// of ranks. The numbers of the thread that runs the loop are left alone, also without workers.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
 // tessera config: makes, rewrites and imports files of settings.
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <iostream>
@@ -47,7 +48,7 @@ Settings from_values(const Choices& choices) {
     const Setting& setting = *find_setting(key);
     assign(setting, settings, value, {Source::kLaunchFlag, setting.flag()});
   }
-  check_consistent(settings);
+  check_before_code(settings);
   return settings;
 }
 
@@ -103,6 +104,14 @@ int questionnaire(const Choices& choices) {
     }
   }
   std::printf("An empty answer keeps the value in brackets.\n\n");
+  // What everybody wants to say; the rest on request.
+  constexpr std::string_view kFirst[] = {"ranks", "sharding", "mixed_precision",
+                                         "gradient_accumulation_steps"};
+  const auto question = [&](const Setting& setting) {
+    TS_CHECK_AS(ConfigError, ask(setting, settings), kConfig, "the input ended at the question ",
+                setting.key, "; nothing was written");
+  };
+  for (const std::string_view key : kFirst) question(*find_setting(key));
   std::vector<std::string_view> sections;
   for (const Setting& setting : schema()) {
     if (!setting.planned && (sections.empty() || sections.back() != setting.section)) {
@@ -110,19 +119,17 @@ int questionnaire(const Choices& choices) {
     }
   }
   for (const std::string_view section : sections) {
-    // The first section is what everybody wants to say.
-    if (section != "training" && !ask_yes("Change settings of " + std::string(section) + "?")) {
+    if (!ask_yes("Change settings of " + std::string(section) + "?")) {
       TS_CHECK_AS(ConfigError, !std::cin.eof(), kConfig,
                   "the input ended before the last question; nothing was written");
       continue;
     }
     for (const Setting& setting : schema()) {
-      if (setting.section != section || setting.planned) continue;
-      TS_CHECK_AS(ConfigError, ask(setting, settings), kConfig, "the input ended at the question ",
-                  setting.key, "; nothing was written");
+      const bool was_first = std::ranges::find(kFirst, setting.key) != std::end(kFirst);
+      if (setting.section == section && !setting.planned && !was_first) question(setting);
     }
   }
-  check_consistent(settings);
+  check_before_code(settings);
   check_available(settings);
   write(path, settings, true);
   return 0;
@@ -144,7 +151,7 @@ int update(const Choices& choices) {
       std::printf("%s is called %s\n", key.c_str(), std::string(find_setting(key)->key).c_str());
     }
   }
-  check_consistent(settings);
+  check_before_code(settings);
   write(choices.input, settings, true);
   return 0;
 }
@@ -158,7 +165,7 @@ void check_is_same_training(const Import& import, const std::string& path, std::
   TS_CHECK_AS(UnsupportedError, refusals.empty(), where, path,
               " describes another training than these settings would be: ", refusals,
               "; nothing was written: change or remove these keys");
-  check_consistent(import.settings);
+  check_before_code(import.settings);
 }
 
 // Of DeepSpeed the file itself stays: its optimizer, its schedule and its batch sizes are no

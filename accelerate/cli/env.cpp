@@ -166,7 +166,7 @@ int print_environment(const std::string& file, bool all_settings) {
   std::string refusal;
   try {
     accelerate::add_deepspeed(settings);
-    accelerate::check_consistent(settings);
+    accelerate::check_consistent(settings, true);
     accelerate::check_available(settings);
   } catch (const Error& error) {
     refusal = error.what();

@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <sstream>
 
 #include <CLI/CLI.hpp>
 
@@ -10,9 +11,9 @@
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/accelerate/settings/fsdp_words.h>
+#include <tessera/accelerate/settings/letter_case.h>
 
 namespace tessera::cli {
-
 void add_settings(CLI::App& app, std::map<std::string, std::string>& values) {
   for (const accelerate::Setting& setting : accelerate::schema()) {
     std::string names;
@@ -21,8 +22,8 @@ void add_settings(CLI::App& app, std::map<std::string, std::string>& values) {
     const std::string value = accelerate::text(setting, accelerate::Settings());
     if (!value.empty()) help += " (default: " + value + ")";
     if (setting.planned) help += " (planned)";
-    const auto keep = [&values, key = std::string(setting.key)](const CLI::results_t& words) {
-      values[key] = words.empty() ? "true" : words.front();
+    const auto keep = [&values, &setting](const CLI::results_t& words) {
+      values[std::string(setting.key)] = words.empty() ? "true" : words.front();
       return true;
     };
     // A truth value may stand alone (--cpu) or say it (--cpu=false, --cpu false).
@@ -47,13 +48,15 @@ struct LaunchFlags {
   bool several_gpus = false;
   bool use_fsdp = false;
   bool use_deepspeed = false;
+  std::string fp8_backend;
   accelerate::FsdpWords fsdp;  // of Accelerate's flags that are no settings by themselves
   std::vector<std::string> exported;
   bool no_prefix = false;
   bool dry_run = false;
 };
 
-// Flags of `accelerate launch` and torchrun that hands know, and that are no settings here.
+// Flags of `accelerate launch` and torchrun that hands know, and that are no settings here; a comma
+// between those of one kind.
 struct Habit {
   const char* names;
   bool has_value;
@@ -67,10 +70,13 @@ constexpr Habit kHabits[] = {
     {"--nnodes", true, "1", "say --nodes N with --hostfile FILE"},
     {"--nproc-per-node", true, "", "say -n N, the ranks of all nodes together"},
     {"--dynamo-backend", true, "no", "there is no graph compiler; leave it out"},
+    {"--dynamo-mode", true, "*", ""},
+    {"--dynamo-use-fullgraph,--dynamo-use-dynamic,--dynamo-use-regional-compilation", false, "*",
+     ""},
     {"-m,--module", false, "", "a Python module cannot be started; give the path of a program"},
     {"--no-python", false, "*", ""},
     {"-q,--quiet", false, "*", ""},
-    {"--log-dir,--tee", true, "",
+    {"--log-dir,--tee,-t", true, "",
      "ranks write to the launcher's output, each line with its rank: redirect that; --logging-dir "
      "is where trackers write"},
     {"--rdzv-backend,--rdzv-conf,--rdzv-endpoint,--rdzv-id,--monitor-interval,--role", true, "*",
@@ -93,6 +99,13 @@ constexpr Habit kHabits[] = {
     {"--use-parallelism-config,--downcast-bf16", false, "*", ""},
     {"--parallelism-config-cp-backend", true, "torch", "there is one implementation"},
     {"--parallelism-config-sp-backend", true, "deepspeed", "there is one implementation"},
+    {"--parallelism-config-cp-comm-strategy,--parallelism-config-sp-seq-length,"
+     "--parallelism-config-sp-seq-length-is-variable,--parallelism-config-sp-attn-implementation",
+     true, "*", ""},
+    {"--fp8-interval", true, "1", "scales follow each step; say 1, or leave it out"},
+    {"--fp8-opt-level,--fp8-enable-fsdp-float8-all-gather,--fp8-pad-inner-dim", true, "*", ""},
+    {"--fp8-use-mxfp8-block-scaling", true, "false",
+     "blocks of 32 are of a later GPU than Hopper; --fp8-recipe blockwise has larger ones"},
     {"--fsdp-backward-prefetch", true, "*", ""},
     {"--fsdp-forward-prefetch", true, "*", ""},
     {"--fsdp-use-orig-params", true, "*", ""},
@@ -138,6 +151,27 @@ void resolve_fsdp_flags(LaunchFlags& flags) {
   flags.values.emplace("sharding", "fsdp");
 }
 
+// Whose recipe the flags mean; those of TransformerEngine are nothing to torchao.
+void resolve_fp8_flags(LaunchFlags& flags) {
+  const std::string backend = accelerate::lower(flags.fp8_backend);
+  if (backend == "te") {
+    flags.values.emplace("fp8_recipe", "delayed");
+    flags.values.emplace("fp8_in_evaluation", "false");
+  } else if (backend == "ao") {
+    flags.values.emplace("fp8_recipe", "tensorwise");
+    for (const char* key : {"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo",
+                            "fp8_format", "fp8_in_evaluation", "fp8_weight_gradient"}) {
+      flags.values.erase(key);
+    }
+  } else if (!backend.empty()) {
+    throw CLI::ValidationError("--fp8-backend",
+                               backend == "msamp"
+                                   ? "MS-AMP keeps gradients and optimizer states in fp8, and is "
+                                     "developed no more; say te or ao"
+                                   : "has to be te or ao; got " + flags.fp8_backend);
+  }
+}
+
 // The switch goes to the ranks as Accelerate's launcher hands it on. "auto" is its word for what
 // somebody else says.
 void resolve_deepspeed_flags(LaunchFlags& flags) {
@@ -152,21 +186,44 @@ void resolve_deepspeed_flags(LaunchFlags& flags) {
   ::setenv(std::string(accelerate::kDeepSpeedSwitch).c_str(), "true", 1);
 }
 
-// Hidden in --help: who does not know them needs none of them.
+constexpr const char* kFromAccelerate = "from accelerate launch";
+
+// Most are hidden in --help: who does not know them needs none of them.
 void add_habits(CLI::App& app, LaunchFlags& flags) {
   for (const Habit& habit : kHabits) {
-    const auto take = [&habit](const CLI::results_t& words) {
-      const std::string value = habit.has_value && !words.empty() ? words.front() : "";
-      if (habit.harmless == "*" || (habit.has_value && value == habit.harmless)) return true;
-      const std::string_view names(habit.names);
-      throw CLI::ValidationError(std::string(names.substr(0, names.find(','))),
-                                 std::string(habit.instead));
-    };
-    app.add_option(habit.names, take)->expected(habit.has_value ? 1 : 0)->group("");
+    std::istringstream names(habit.names);
+    for (std::string name; std::getline(names, name, ',');) {
+      const auto take = [&habit, name](const CLI::results_t& words) {
+        const std::string value = habit.has_value && !words.empty() ? words.back() : "";
+        if (habit.harmless == "*" || (habit.has_value && value == habit.harmless)) return true;
+        throw CLI::ValidationError(name, std::string(habit.instead));
+      };
+      app.add_option(name, take)->expected(habit.has_value ? 1 : 0)->group("");
+    }
   }
+  app.add_option("--fp8-backend", flags.fp8_backend, "whose recipe of fp8: te or ao")
+      ->group(kFromAccelerate);
+  app.add_flag_callback("--fp8-use-autocast-during-eval",
+                        [&flags] { flags.values["fp8_in_evaluation"] = "true"; })
+      ->group("");
+  const auto override_precision = [&flags](const CLI::results_t& words) {
+    const std::string which = accelerate::lower(words.front());
+    if (which == "false,false,true") flags.values["fp8_weight_gradient"] = "false";
+    if (which != "false,false,true" && which != "false,false,false") {
+      throw CLI::ValidationError(
+          "--fp8-override-linear-precision",
+          "of the three products only that of the weight's gradient can be left out: say "
+          "false,false,true");
+    }
+    return true;
+  };
+  app.add_option("--fp8-override-linear-precision", override_precision)->expected(1)->group("");
   app.add_flag("--multi-gpu", flags.several_gpus)->group("");
   app.add_option("--gpu-ids", flags.gpus)->group("");
-  app.add_flag("--use-fsdp", flags.use_fsdp)->group("");
+  app.add_flag("--use-fsdp", flags.use_fsdp,
+               "sharding is fsdp, by Accelerate's flags: --fsdp-version, --fsdp-sharding-strategy, "
+               "--fsdp-auto-wrap-policy")
+      ->group(kFromAccelerate);
   for (const std::string word :
        {"version", "sharding_strategy", "auto_wrap_policy", "activation_checkpointing_offload"}) {
     app.add_option(fsdp_flag(word),
@@ -189,11 +246,15 @@ void add_habits(CLI::App& app, LaunchFlags& flags) {
     };
     app.add_option(name, take)->expected(1)->group("");
   }
-  app.add_flag("--use-deepspeed", flags.use_deepspeed)->group("");
+  app.add_flag("--use-deepspeed", flags.use_deepspeed,
+               "as a DeepSpeed file says, and without one what DeepSpeed does: stage 2, clipping "
+               "to 1, parameters in 16 bits")
+      ->group(kFromAccelerate);
 }
 
 int launch_program(LaunchFlags flags, const std::vector<std::string>& program) {
   resolve_fsdp_flags(flags);
+  resolve_fp8_flags(flags);
   if (!flags.gpus.empty() && flags.gpus != "all") {
     ::setenv("CUDA_VISIBLE_DEVICES", flags.gpus.c_str(), 1);
     flags.exported.push_back("CUDA_VISIBLE_DEVICES");
@@ -214,8 +275,7 @@ int launch_program(LaunchFlags flags, const std::vector<std::string>& program) {
   const launch::Manager manager = launch::choose_manager(options, machine, options.ranks);
   const launch::ManagerCommand command = launch::manager_command(
       manager, options, machine, options.ranks, options.host_file, environment, {});
-  std::printf("%s\n%s", launch::printable(command.command).c_str(),
-              launch::describe_settings(options).c_str());
+  std::printf("%s\n%s", launch::printable(command.command).c_str(), options.given.c_str());
   return 0;
 }
 
@@ -232,7 +292,8 @@ void add_launch(CLI::App& app, const std::vector<std::string>& program, int& exi
       ->expected(1);
   launch->add_option("--config,--config-file", flags->file, "JSON file with settings");
   launch->add_flag("--no-prefix", flags->no_prefix, "print lines without their rank");
-  launch->add_flag("--dry-run", flags->dry_run, "print the command line and stop");
+  launch->add_flag("--dry-run", flags->dry_run,
+                   "print the command line and the settings, and stop");
   add_habits(*launch, *flags);
   launch->footer(
       "Names may have hyphens or underscores. Each setting comes from the program's code, else the "

@@ -38,10 +38,12 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
   sources.environment.erase(std::string(accelerate::kLaunchSettings));  // an outer launcher's
   if (!file.empty()) sources.file = std::filesystem::absolute(file).string();
   sources.flags.assign(flags.begin(), flags.end());
+  sources.code_follows = true;
   const accelerate::Settings settings = accelerate::resolve(sources);
   for (const accelerate::Setting& setting : accelerate::schema()) {
     options.provenance[std::string(setting.key)] = accelerate::origin(setting, settings).describe();
   }
+  options.given = accelerate::describe(settings, false);
   options.flags = sources.flags;
   options.config_file = accelerate::config_file(sources);
 
@@ -113,14 +115,6 @@ Environment settings_for_ranks(const LaunchOptions& options, const Environment& 
       accelerate::launch_settings_text(options.flags, written);
   if (!options.config_file.empty()) result["TESSERA_CONFIG_FILE"] = options.config_file;
   return result;
-}
-
-std::string describe_settings(const LaunchOptions& options) {
-  std::string text;
-  for (const auto& [name, source] : options.provenance) {
-    if (source != "default") text += "  " + name + " from " + source + "\n";
-  }
-  return text;
 }
 
 int ranks_of_attempt(const LaunchOptions& options, int attempt) {

@@ -65,6 +65,7 @@ struct LaunchOptions {
   // Where each setting came from: "ranks" -> "--ranks", "TESSERA_RANKS", "file job.json",
   // "default".
   std::map<std::string, std::string> provenance;
+  std::string given;  // settings that somebody gave, as accelerate::describe() lists them
 };
 
 // A value as text from the command line, for a setting that was given there.
@@ -79,8 +80,6 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
 // Variables that tell the ranks which of `job`, the launcher's own variables for them, are settings
 // that it has written there itself, which flags were given, and which file.
 Environment settings_for_ranks(const LaunchOptions& options, const Environment& job);
-
-std::string describe_settings(const LaunchOptions& options);
 
 // Ranks of attempt 0, 1, ...
 int ranks_of_attempt(const LaunchOptions& options, int attempt);

@@ -16,6 +16,9 @@ namespace {
 
 constexpr std::string_view kSettings = "settings";
 
+constexpr std::string_view kOfDelayedScales[] = {"fp8_margin", "fp8_amax_history_len",
+                                                 "fp8_amax_compute_algo"};
+
 const std::string* find(const Environment& environment, std::string_view name) {
   const auto at = environment.find(name);
   return at == environment.end() || at->second.empty() ? nullptr : &at->second;
@@ -130,10 +133,21 @@ class Sources {
       }
     }
     apply_stage(result);
+    apply_recipe(result);
     return result;
   }
 
  private:
+  // Numbers that delayed scales alone have are of TransformerEngine's recipe, Accelerate's first.
+  static void apply_recipe(Settings& settings) {
+    if (settings.fp8_recipe.origin.source != Source::kDefault) return;
+    for (const std::string_view key : kOfDelayedScales) {
+      const Setting& setting = *find_setting(key);
+      if (is_default(setting, settings)) continue;
+      settings.fp8_recipe = {Fp8Scaling::kDelayed, origin(setting, settings)};
+    }
+  }
+
   using Candidates = std::vector<Candidate>;
 
   static void put(Candidates& candidates, Candidate candidate) {
@@ -323,11 +337,16 @@ void apply_stage(Settings& settings) {
   settings.sharding = {static_cast<Sharding>(stage), origin};
 }
 
-void check_consistent(const Settings& settings) {
+void check_consistent(const Settings& settings, bool code_follows) {
+  const auto open = [&](const Setting& setting) {
+    return code_follows && setting.field.take != nullptr &&
+           origin(setting, settings).source == Source::kDefault;
+  };
   const auto contradict = [&](bool wrong, std::string_view a, std::string_view b,
                               std::string_view why) {
     const Setting& first = *find_setting(a);
     const Setting& second = *find_setting(b);
+    if (open(first) || open(second)) return;
     TS_CHECK_AS(ConfigError, !wrong, kSettings, a, "=", text(first, settings), " (",
                 origin(first, settings).describe(), ") contradicts ", b, "=",
                 text(second, settings), " (", origin(second, settings).describe(), "): ", why);
@@ -361,8 +380,7 @@ void check_consistent(const Settings& settings) {
   contradict(settings.precision_policy.value != PrecisionPolicy::kAutocast && fp8,
              "precision_policy", "mixed_precision",
              "weights are quantised from f32 parameters; leave it at autocast");
-  for (const std::string_view key :
-       {"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"}) {
+  for (const std::string_view key : kOfDelayedScales) {
     const Setting& setting = *find_setting(key);
     contradict(
         fp8 && !is_default(setting, settings) && settings.fp8_recipe.value != Fp8Scaling::kDelayed,

@@ -43,6 +43,7 @@ struct ResolveOptions {
   Environment environment = distributed::process_environment();
   std::optional<std::string> file = {};  // nothing: code.config_file, else see above; "": none
   SettingTexts flags = {};               // of a command line that is being read (the launcher)
+  bool code_follows = false;             // see check_consistent()
 };
 
 // The values with their origin. IoError, FormatError: the file. ConfigError, UnsupportedError: see
@@ -57,8 +58,13 @@ void apply_stage(Settings& settings);
 // What deepspeed_config_file says: see deepspeed_config.h.
 void add_deepspeed(Settings& settings);
 // ConfigError where settings contradict each other, UnsupportedError for what is not available.
-void check_consistent(const Settings& settings);
+// `code_follows`: a program still has its say (the launcher, files), so that nothing contradicts
+// the default of what it may give.
+void check_consistent(const Settings& settings, bool code_follows = false);
 void check_available(const Settings& settings);
+// Of settings that go into a file: check_consistent() of them with what a stage and
+// deepspeed_config_file say, before a program has spoken.
+void check_before_code(Settings settings);
 
 // What `tessera launch` leaves to its ranks in TESSERA_LAUNCH_SETTINGS, so that they can tell a
 // flag from a variable that the user has exported. `written`: variables that the launcher wrote. It

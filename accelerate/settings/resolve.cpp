@@ -16,9 +16,15 @@ void add_deepspeed(Settings& settings) {
 Settings resolve(const ResolveOptions& options) {
   Settings settings = merge(options);
   add_deepspeed(settings);
-  check_consistent(settings);
+  check_consistent(settings, options.code_follows);
   check_available(settings);
   return settings;
+}
+
+void check_before_code(Settings settings) {
+  apply_stage(settings);
+  add_deepspeed(settings);
+  check_consistent(settings, true);
 }
 
 }  // namespace tessera::accelerate

@@ -1,11 +1,13 @@
 // The tessera command as users run it: config, env, test. CLI-1 and CLI-4 are in the tests' names.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include <tessera/accelerate/settings/config.h>
 
 #include "accelerate/tessera_command.h"
+#include "message_of.h"
 
 namespace tessera::test_config_commands {
 namespace {
@@ -43,15 +45,24 @@ TEST(ConfigCommand, DefaultGoesToTheUsersFolder) {
 TEST(ConfigCommand, TheQuestionnaireAsksAgainForWhatCannotBe) {
   TestFolder folder;
   const std::string file = folder.path("asked.json");
-  // mixed_precision twice, its policy, what results are, accumulation, then all other questions
-  // with empty answers.
-  std::string input = "fp17\\nbf16\\n\\n\\n4\\n";
+  // Ranks, how they share a model, mixed_precision twice, accumulation; then no section, of which
+  // there are nine, but training's, where all answers are empty.
+  std::string input = "2\\nzero2\\nfp17\\nbf16\\n4\\nyes\\n";
   for (int i = 0; i < 60; ++i) input += "\\n";
   const FinishedProcess asked = tessera_with_input(input, "config --output " + file);
+  std::vector<size_t> places;
+  for (const char* question :
+       {"ranks (", "sharding (", "mixed_precision (", "gradient_accumulation_steps (",
+        "settings of training?", "precision_policy (", "settings of launch?"}) {
+    places.push_back(asked.output.find(question));
+    EXPECT_NE(places.back(), std::string::npos) << question << '\n' << asked;
+  }
+  EXPECT_TRUE(std::is_sorted(places.begin(), places.end())) << asked;
   EXPECT_EQ(asked.code(), 0) << asked;
   EXPECT_TRUE(asked.printed("has to be one of no, bf16, fp16")) << asked;
   EXPECT_EQ(folder.read("asked.json"),
-            "{\n  \"mixed_precision\": \"bf16\",\n  \"gradient_accumulation_steps\": 4\n}\n");
+            "{\n  \"mixed_precision\": \"bf16\",\n  \"gradient_accumulation_steps\": 4,\n"
+            "  \"sharding\": \"zero2\",\n  \"ranks\": 2\n}\n");
 }
 
 TEST(ConfigCommand, TheQuestionnaireWritesNothingWhereTheInputEnds) {
@@ -147,6 +158,57 @@ TEST(ConfigCommand, AFileOfSeveralMachinesEndsInASentenceAboutTheHostFile) {
                        folder.write("hosts", "localhost slots=4\n"), "-n", "3", "true"});
   EXPECT_EQ(few.code(), 1) << few;
   EXPECT_TRUE(few.complained("names 1")) << few;
+}
+
+// A stage says how to shard in files as it does in a training; so does a DeepSpeed file.
+TEST(ConfigCommand, FilesOfEveryStageAndWhatGoesWithItAreWritten) {
+  TestFolder folder;
+  const std::string json = folder.path("out.json");
+  const std::string deepspeed =
+      folder.write("ds.json", R"({"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}})");
+  const auto written = [&](const std::vector<std::string>& words) {
+    std::filesystem::remove(json);
+    const FinishedProcess made = tessera_command(words);
+    EXPECT_EQ(made.code(), 0) << made;
+    const FinishedProcess shown = tessera_command({"env", "--config", json});
+    EXPECT_EQ(shown.code(), 0) << shown;
+    return made.code() == 0 ? folder.read("out.json") : "";
+  };
+  for (const std::string stage : {"1", "2", "3"}) {
+    EXPECT_TRUE(mentions(written({"config", "default", "--zero_stage", stage, "--offload_optimizer",
+                                  "true", "--output", json}),
+                         "\"zero_stage\": " + stage));
+    EXPECT_EQ(tessera_command({"config", "update", json}).code(), 0);
+    EXPECT_TRUE(mentions(written({"config", "import",
+                                  folder.write("in.yaml",
+                                               "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
+                                               "  zero_stage: " +
+                                                   stage +
+                                                   "\n  offload_optimizer_device: cpu\n"
+                                                   "num_processes: 2\n"),
+                                  "--output", json}),
+                         "\"zero_stage\": " + stage));
+  }
+  written({"config", "default", "--deepspeed_config_file", deepspeed, "--offload_parameters",
+           "true", "--output", json});
+  // What a program may say is left to it.
+  written({"config", "default", "--fsdp_wrap_modules", "Block", "--output", json});
+  const FinishedProcess against =
+      tessera_command({"config", "default", "--zero_stage", "2", "--sharding", "zero3"});
+  EXPECT_TRUE(against.code() == 1 && against.complained("zero_stage=2")) << against;
+  // Nothing is sharded, so that there are no units to speak of.
+  for (const char* wrap : {"NO_WRAP", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"}) {
+    EXPECT_EQ(written({"config", "import",
+                       folder.write("in.yaml",
+                                    "distributed_type: FSDP\nfsdp_config:\n"
+                                    "  fsdp_sharding_strategy: NO_SHARD\n"
+                                    "  fsdp_transformer_layer_cls_to_wrap: Block\n"
+                                    "  fsdp_min_num_params: 20\n"
+                                    "  fsdp_auto_wrap_policy: " +
+                                        std::string(wrap) + "\nnum_processes: 2\n"),
+                       "--output", json}),
+              "{\n  \"ranks\": 2\n}\n");
+  }
 }
 
 TEST(ConfigCommand, AYamlFileWhereJsonIsReadPointsToTheImport) {

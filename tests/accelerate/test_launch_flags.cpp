@@ -25,6 +25,9 @@ TEST(LaunchFlags, CLI2_EverySettingIsAFlagOnceInBothSpellings) {
     }
     EXPECT_EQ(times, 1u) << setting.flag();
   }
+  for (const char* flag : {"--use-fsdp", "--use-deepspeed"}) {
+    EXPECT_TRUE(help.printed(std::string(flag) + " ")) << "they are where to begin";
+  }
   for (const char* flag : {"--gradient_accumulation_steps", "--gradient-accumulation-steps",
                            "--gradient_accumulation-steps=4"}) {
     std::vector<std::string> words = {"launch", flag};
@@ -105,7 +108,11 @@ TEST(LaunchFlags, HabitsOfAccelerateWorkOrAreToldWhatTakesTheirPlace) {
                                                {"--dynamo_backend", "no"},
                                                {"--quiet"},
                                                {"--no_python"},
-                                               {"--rdzv_backend", "static"}}) {
+                                               {"--rdzv_backend", "static"},
+                                               {"--rdzv_backend", "static", "--rdzv_conf", "a=1",
+                                                "--monitor_interval", "1", "--role", "r"},
+                                               {"--same_network", "--enable_cpu_affinity"},
+                                               {"--use_parallelism_config", "--downcast_bf16"}}) {
     const FinishedProcess job = launched(fine);
     EXPECT_EQ(job.code(), 0) << job;
     EXPECT_TRUE(job.printed("gpus=9 ")) << fine[0] << '\n' << job;
@@ -133,29 +140,29 @@ TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
   };
   const FinishedProcess plain = launched({"--use_fsdp"});
   EXPECT_EQ(plain.code(), 0) << plain;
-  EXPECT_TRUE(plain.printed("sharding from --sharding")) << plain;
+  EXPECT_TRUE(plain.printed("sharding = fsdp  (--sharding)")) << plain;
   const FinishedProcess mesh =
       launched({"--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config",
                 "--parallelism_config_dp_shard_size", "2"});
-  EXPECT_TRUE(mesh.code() == 0 && mesh.printed("dp_shard_size from --")) << mesh;
+  EXPECT_TRUE(mesh.code() == 0 && mesh.printed("dp_shard_size = 2  (--")) << mesh;
   const FinishedProcess stages =
       launched({"--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "false",
                 "--zero3_save_16bit_model", "true", "--offload_param_device", "none",
                 "--deepspeed_multinode_launcher", "standard"});
-  EXPECT_TRUE(stages.code() == 0 && stages.printed("zero_stage from --")) << stages;
+  EXPECT_TRUE(stages.code() == 0 && stages.printed("zero_stage = 3  (--")) << stages;
   const FinishedProcess alone = launched({"--use_deepspeed", "--mixed_precision", "fp16"});
-  for (const char* key :
-       {"zero_stage", "gradient_clipping", "precision_policy", "scaler_hysteresis"}) {
-    EXPECT_TRUE(alone.printed(std::string(key) + " from ACCELERATE_USE_DEEPSPEED")) << alone;
+  for (const std::string value : {"zero_stage = 2", "gradient_clipping = 1",
+                                  "precision_policy = pure", "scaler_hysteresis = 2"}) {
+    EXPECT_TRUE(alone.printed(value + "  (ACCELERATE_USE_DEEPSPEED)")) << alone;
   }
   const FinishedProcess by_file =
       launched({"--use_deepspeed", "--gradient_clipping", "auto", "--deepspeed_config_file",
                 R"({"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"})"});
   EXPECT_TRUE(by_file.code() == 0 &&
-              by_file.printed("zero_stage from file deepspeed_config, zero_optimization.stage"))
+              by_file.printed("zero_stage = 3  (file deepspeed_config, zero_optimization.stage)"))
       << by_file;
   const FinishedProcess clipped = launched({"--use_deepspeed", "--gradient_clipping", "0.5"});
-  EXPECT_TRUE(clipped.code() == 0 && clipped.printed("gradient_clipping from --")) << clipped;
+  EXPECT_TRUE(clipped.code() == 0 && clipped.printed("gradient_clipping = 0.5  (--")) << clipped;
   const FinishedProcess all = launched({"--use_fsdp",
                                         "--fsdp_version",
                                         "1",
@@ -188,12 +195,29 @@ TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
                                         "--fsdp_activation_checkpointing_offload",
                                         "false"});
   EXPECT_EQ(all.code(), 0) << all;
-  for (const char* key : {"fsdp_reshard_after_forward", "fsdp_wrap_modules", "fsdp_state_dict_type",
-                          "fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"}) {
-    EXPECT_TRUE(all.printed(std::string(key) + " from --")) << key << '\n' << all;
+  for (const std::string value :
+       {"fsdp_reshard_after_forward = false", "fsdp_wrap_modules = BertLayer",
+        "fsdp_state_dict_type = full", "fsdp_cpu_ram_efficient_loading = true",
+        "fsdp_activation_checkpointing = true"}) {
+    EXPECT_TRUE(all.printed(value + "  (--")) << value << '\n' << all;
   }
-  EXPECT_FALSE(all.printed("fsdp_min_num_params from")) << all;
+  EXPECT_FALSE(all.printed("fsdp_min_num_params =")) << all;
   EXPECT_TRUE(all.printed("agent") && all.printed("train")) << all;
+  // A program may say what they go with: its own default contradicts nothing here.
+  for (const std::vector<std::string>& flags :
+       {std::vector<std::string>{"--fsdp_wrap_modules", "Block"},
+        {"--fsdp_min_num_params", "10"},
+        {"--fsdp_reshard_after_forward", "false"},
+        {"--offload_parameters", "true"},
+        {"--dp_shard_size", "2"},
+        {"--precision_policy", "pure"},
+        {"--total_limit", "3"},
+        {"--ddp_power_sgd_rank", "2"},
+        {"--use_fsdp", "--fsdp_sharding_strategy", "NO_SHARD", "--fsdp_auto_wrap_policy",
+         "NO_WRAP"}}) {
+    const FinishedProcess job = launched(flags);
+    EXPECT_EQ(job.code(), 0) << job;
+  }
   for (const auto& [flags, remedy] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--use_fsdp", "--fsdp_state_dict_type", "LOCAL_STATE_DICT"}, "any number reads"},
            {{"--use_fsdp", "--fsdp_offload_params", "true", "--cpu"}, "contradicts cpu=true"},
@@ -214,11 +238,53 @@ TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
            {{"--use_fsdp", "--sharding", "zero1"}, "contradicts --use-fsdp"},
            {{"--use_fsdp", "--fsdp_version", "3"}, "--fsdp-version has to be 1 or 2"},
            {{"--fsdp_sharding_strategy", "FULL_SHARD"}, "--use-fsdp"},
-           {{"--fsdp_min_num_params", "10"}, "sharding=ddp"}}) {
+           {{"--restart_ranks", "1"}, "restarts=0"},
+           {{"--fsdp_min_num_params", "10", "--sharding", "ddp"}, "sharding=ddp"}}) {
     const FinishedProcess job = launched(flags);
     EXPECT_NE(job.code(), 0) << job;
     EXPECT_TRUE(job.complained(remedy)) << flags.back() << '\n' << job;
   }
+}
+
+TEST(LaunchFlags, AcceleratesFlagsOfFp8BecomeSettings) {
+  const auto launched = [](std::vector<std::string> flags) {
+    flags.insert(flags.begin(), {"launch", "--dry-run", "--mixed_precision", "fp8"});
+    flags.push_back("train");
+    return tessera_command(flags);
+  };
+  const FinishedProcess te = launched(
+      {"--fp8_backend", "te", "--fp8_use_autocast_during_eval", "--fp8_margin", "1",
+       "--fp8_interval", "1", "--fp8_format", "HYBRID", "--fp8_amax_history_len", "32",
+       "--fp8_amax_compute_algo", "max", "--fp8_override_linear_precision", "false,false,true"});
+  EXPECT_EQ(te.code(), 0) << te;
+  for (const char* value : {"fp8_recipe = delayed", "fp8_in_evaluation = true", "fp8_margin = 1",
+                            "fp8_amax_history_len = 32", "fp8_amax_compute_algo = max",
+                            "fp8_weight_gradient = false"}) {
+    EXPECT_TRUE(te.printed(value)) << value << '\n' << te;
+  }
+  EXPECT_TRUE(launched({"--fp8_backend", "TE"}).printed("fp8_in_evaluation = false"));
+  const FinishedProcess ao =
+      launched({"--fp8_backend", "ao", "--fp8_margin", "1", "--fp8_pad_inner_dim", "true",
+                "--fp8_enable_fsdp_float8_all_gather", "true", "--fp8_opt_level", "O2"});
+  EXPECT_TRUE(ao.code() == 0 && ao.printed("fp8_recipe = tensorwise")) << ao;
+  EXPECT_FALSE(ao.printed("fp8_margin")) << "TransformerEngine's\n" << ao;
+  // Without a backend the numbers of delayed scales are of Accelerate's first.
+  for (const std::vector<std::string>& flags : {std::vector<std::string>{"--fp8_margin", "1"},
+                                                {"--fp8_amax_history_len", "7"},
+                                                {"--fp8_amax_compute_algo", "max"}}) {
+    const FinishedProcess margin = launched(flags);
+    EXPECT_TRUE(margin.code() == 0 && margin.printed("fp8_recipe = delayed")) << margin;
+  }
+  for (const auto& [flags, remedy] : std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--fp8_backend", "msamp"}, "say te or ao"},
+           {{"--fp8_backend", "xyz"}, "te or ao"},
+           {{"--fp8_interval", "4"}, "each step"},
+           {{"--fp8_override_linear_precision", "true,false,false"}, "false,false,true"}}) {
+    const FinishedProcess told = launched(flags);
+    EXPECT_TRUE(told.code() == 2 && told.complained(remedy)) << told;
+  }
+  const FinishedProcess against = launched({"--fp8_recipe", "rowwise", "--fp8_margin", "1"});
+  EXPECT_TRUE(against.code() == 1 && against.complained("fp8_margin=1")) << against;
 }
 
 TEST(LaunchFlags, AnUnknownFlagIsToldTheNearestOne) {

@@ -443,8 +443,8 @@ TEST(LauncherInput, ADryRunShowsTheCommandAndWhereSettingsCameFrom) {
   EXPECT_EQ(shown.code(), 0) << shown;
   EXPECT_TRUE(shown.printed("--enable-recovery")) << shown;
   EXPECT_TRUE(shown.printed("agent -- train --x")) << shown;
-  EXPECT_TRUE(shown.printed("grace from TESSERA_GRACE")) << shown;
-  EXPECT_TRUE(shown.printed("ranks from --ranks")) << shown;
+  EXPECT_TRUE(shown.printed("grace = 3  (TESSERA_GRACE)")) << shown;
+  EXPECT_TRUE(shown.printed("ranks = 2  (--ranks)")) << shown;
 }
 
 }  // namespace
