@@ -5,9 +5,22 @@
 #include <string>
 #include <vector>
 
+#include <tessera/core/error.h>
+
 namespace CLI {
 class App;
 }
+
+namespace tessera {
+
+// A mistake on the command line: a flag's value that cannot be, flags that do not go together. The
+// command's code is 2 then, and 1 for what files and machines do not have.
+class UsageError : public ConfigError {
+ public:
+  using ConfigError::ConfigError;
+};
+
+}  // namespace tessera
 
 namespace tessera::cli {
 

@@ -192,7 +192,7 @@ int import_file(const Choices& choices) {
 int convert_fsdp(const Choices& choices) {
   TS_CHECK_AS(IoError, std::filesystem::exists(choices.input), "tessera config to-fsdp2",
               "there is no file ", choices.input);
-  TS_CHECK_AS(ConfigError, !choices.output.empty(), "tessera config to-fsdp2",
+  TS_CHECK_AS(UsageError, !choices.output.empty(), "tessera config to-fsdp2",
               "needs --output-file FILE for the settings");
   TS_CHECK_AS(ConfigError, choices.overwrite || !std::filesystem::exists(choices.output),
               "tessera config to-fsdp2", choices.output, " exists; give --overwrite to replace it");

@@ -132,13 +132,12 @@ void print_left_out(const char* title, const std::vector<std::string>& names) {
 }
 
 int convert(const ConvertRequest& request) {
-  if (!request.max_shard_size.empty()) parse_byte_size(request.max_shard_size);
   const fs::path source(request.source), output(request.output);
   const bool is_file = output.extension() == ".safetensors" && !fs::is_directory(output);
   TS_CHECK_AS(ConfigError, is_file || fs::is_directory(output) || !fs::exists(output), kConvert,
               "OUT has to be a folder, which is made, or a file named *.safetensors; ",
               request.output, " is another file");
-  TS_CHECK_AS(ConfigError, !is_file || request.max_shard_size.empty(), kConvert,
+  TS_CHECK_AS(UsageError, !is_file || request.max_shard_size.empty(), kConvert,
               "--max-shard-size makes several files; OUT has to be a folder; got ", request.output);
   std::vector<fs::path> along, targets;
   if (is_file) {
@@ -197,8 +196,17 @@ void add_convert(CLI::App& app, int& exit_code) {
       ->required();
   command->add_option("--key", request->key,
                       "only what is below this key, without it in names (model, state_dict)");
-  command->add_option("--max-shard-size", request->max_shard_size,
-                      "bytes of each file in a folder (5GB, 300MiB); default 10GB");
+  command
+      ->add_option("--max-shard-size", request->max_shard_size,
+                   "bytes of each file in a folder (5GB, 300MiB); default 10GB")
+      ->check([](const std::string& text) -> std::string {
+        try {
+          parse_byte_size(text);
+        } catch (const Error& error) {
+          return error.what();
+        }
+        return "";
+      });
   command->add_flag("--overwrite", request->overwrite, "replace OUT");
   command->callback([request, &exit_code] { exit_code = convert(*request); });
 }

@@ -188,7 +188,7 @@ void add_env(CLI::App& app, int& exit_code) {
   env->add_flag("--all", *all, "settings that have their default too");
   env->add_flag("--changed", *changed, "only settings that were given (the default)");
   env->callback([file, all, changed, &exit_code] {
-    TS_CHECK_AS(ConfigError, !*all || !*changed, "tessera env",
+    TS_CHECK_AS(UsageError, !*all || !*changed, "tessera env",
                 "--all and --changed contradict each other; leave one out");
     exit_code = print_environment(*file, *all);
   });

@@ -96,7 +96,7 @@ const Dtype& dtype_named(const std::string& name) {
   for (const Dtype& dtype : kDtypes) {
     if (dtype.name == wanted) return dtype;
   }
-  TS_THROW(ConfigError, kEstimate, "--dtypes has to be of f32, f16, bf16, fp8, int4; got \"", name,
+  TS_THROW(UsageError, kEstimate, "--dtypes has to be of f32, f16, bf16, fp8, int4; got \"", name,
            "\"");
 }
 
@@ -187,7 +187,7 @@ nlohmann::json json_bytes(double bytes) {
 
 int estimate(const EstimateRequest& request) {
   const Model model = read_model(request.path);
-  TS_CHECK_AS(ConfigError, (request.batch == 0) == (request.tokens == 0), kEstimate,
+  TS_CHECK_AS(UsageError, (request.batch == 0) == (request.tokens == 0), kEstimate,
               "activations need --batch-size and --sequence-length");
   TS_CHECK_AS(UnsupportedError, request.batch == 0 || model.trained.dimensions.width > 0, kEstimate,
               "activations are known of bert, gpt2, llama, mistral and qwen by their config.json; "

@@ -14,6 +14,25 @@
 #include <tessera/accelerate/settings/letter_case.h>
 
 namespace tessera::cli {
+namespace {
+
+void check_value(const accelerate::Setting& setting, const std::string& text) {
+  // Accelerate's words, which settings are made of later.
+  const bool automatic =
+      setting.key == "gradient_clipping" || setting.key == "gradient_accumulation_steps";
+  const bool strategy = setting.key == "fsdp_reshard_after_forward";
+  if (automatic && text == "auto") return;
+  if (strategy && accelerate::find_fsdp_strategy(text) != nullptr) return;
+  accelerate::Settings scratch;
+  try {
+    accelerate::assign(setting, scratch, text, {accelerate::Source::kLaunchFlag, setting.flag()});
+  } catch (const ConfigError& error) {
+    throw UsageError(error.what());
+  }
+}
+
+}  // namespace
+
 void add_settings(CLI::App& app, std::map<std::string, std::string>& values) {
   for (const accelerate::Setting& setting : accelerate::schema()) {
     std::string names;
@@ -23,7 +42,9 @@ void add_settings(CLI::App& app, std::map<std::string, std::string>& values) {
     if (!value.empty()) help += " (default: " + value + ")";
     if (setting.planned) help += " (planned)";
     const auto keep = [&values, &setting](const CLI::results_t& words) {
-      values[std::string(setting.key)] = words.empty() ? "true" : words.front();
+      const std::string text = words.empty() ? "true" : words.front();
+      check_value(setting, text);
+      values[std::string(setting.key)] = text;
       return true;
     };
     // A truth value may stand alone (--cpu) or say it (--cpu=false, --cpu false).
@@ -145,9 +166,13 @@ void resolve_fsdp_flags(LaunchFlags& flags) {
       given != flags.values.end()) {
     flags.fsdp["activation_checkpointing"] = given->second;
   }
-  accelerate::read_fsdp_words(flags.fsdp, fsdp_flag,
-                              [&](std::string_view setting, std::string_view text,
-                                  std::string_view) { flags.values.emplace(setting, text); });
+  try {
+    accelerate::read_fsdp_words(flags.fsdp, fsdp_flag,
+                                [&](std::string_view setting, std::string_view text,
+                                    std::string_view) { flags.values.emplace(setting, text); });
+  } catch (const ConfigError& error) {
+    throw UsageError(error.what());
+  }
   flags.values.emplace("sharding", "fsdp");
 }
 

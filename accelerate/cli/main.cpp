@@ -1,7 +1,10 @@
 // The `tessera` command.
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
+#include <iostream>
 #include <string>
 #include <vector>
 
@@ -105,36 +108,41 @@ int complain_of_unknown(const CLI::App& app) {
   return 2;
 }
 
-}  // namespace
-}  // namespace tessera
+// What could not be printed was not done: a full device, a closed descriptor.
+int printed(int exit_code) {
+  std::cout.flush();
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout.good()) return exit_code;
+  std::fprintf(stderr, "tessera: cannot write to the standard output (%s)\n", std::strerror(errno));
+  return exit_code == 0 ? 1 : exit_code;
+}
 
-int main(int argc, char** argv) {
+int run(int argc, char** argv) {
   CLI::App app("tessera: starts and watches training jobs", "tessera");
-  app.set_version_flag("--version", tessera::launch::tessera_version());
+  app.set_version_flag("--version", launch::tessera_version());
   app.require_subcommand(1);
   std::vector<std::string> program;
   int exit_code = 0;
-  tessera::cli::add_launch(app, program, exit_code);
-  tessera::cli::add_config(app, exit_code);
-  tessera::cli::add_convert(app, exit_code);
-  tessera::cli::add_env(app, exit_code);
-  tessera::cli::add_estimate_memory(app, exit_code);
-  tessera::cli::add_merge_weights(app, exit_code);
-  tessera::cli::add_plan(app, exit_code);
-  tessera::cli::add_price(app, program);
-  tessera::cli::add_test(app, exit_code);
-  tessera::cli::add_agent(app, program, exit_code);
+  cli::add_launch(app, program, exit_code);
+  cli::add_config(app, exit_code);
+  cli::add_convert(app, exit_code);
+  cli::add_env(app, exit_code);
+  cli::add_estimate_memory(app, exit_code);
+  cli::add_merge_weights(app, exit_code);
+  cli::add_plan(app, exit_code);
+  cli::add_price(app, program);
+  cli::add_test(app, exit_code);
+  cli::add_agent(app, program, exit_code);
 
   std::vector<std::string> words(argv + 1, argv + argc);
   for (const CLI::App* subcommand : std::as_const(app).get_subcommands({})) {
     if (words.empty() || subcommand->get_name() != words[0]) continue;
     if (words[0] != "launch" && words[0] != "agent") {
-      for (std::string& word : words) word = tessera::with_hyphens(word);
-      if (words[0] == "config") tessera::join_truth_values(words);
+      for (std::string& word : words) word = with_hyphens(word);
+      if (words[0] == "config") join_truth_values(words);
       if (words[0] == "price") program.assign(words.begin() + 1, words.end());
       continue;
     }
-    const size_t at = std::min(tessera::find_program_word(*subcommand, words), words.size());
+    const size_t at = std::min(find_program_word(*subcommand, words), words.size());
     program.assign(words.begin() + static_cast<std::ptrdiff_t>(at), words.end());
     words.resize(at);
     if (!program.empty() && program[0] == "--") program.erase(program.begin());
@@ -142,12 +150,20 @@ int main(int argc, char** argv) {
   try {
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // as CLI11 wants them
   } catch (const CLI::ExtrasError&) {
-    return tessera::complain_of_unknown(app);
+    return complain_of_unknown(app);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
+  } catch (const UsageError& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 2;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;
   }
   return exit_code;
 }
+
+}  // namespace
+}  // namespace tessera
+
+int main(int argc, char** argv) { return tessera::printed(tessera::run(argc, argv)); }

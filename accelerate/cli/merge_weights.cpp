@@ -157,8 +157,7 @@ int merge(const MergeRequest& request) {
     write_weights_file(source.stored, file.string());
     written.push_back(file);
   } else {
-    parse_byte_size(request.max_shard_size);  // its error before all others
-    TS_CHECK_AS(ConfigError, output.extension() != ".safetensors", kMerge,
+    TS_CHECK_AS(UsageError, output.extension() != ".safetensors", kMerge,
                 "--max-shard-size makes several files; OUT has to be a folder; got ",
                 request.output);
     TS_CHECK_AS(ConfigError,
@@ -206,8 +205,17 @@ void add_merge_weights(CLI::App& app, int& exit_code) {
       ->required();
   command->add_option("OUT", request->output, "*.safetensors, or a folder, which is made")
       ->required();
-  command->add_option("--max-shard-size", request->max_shard_size,
-                      "bytes of each file (5GB, 300MiB, 1000); without it one file");
+  command
+      ->add_option("--max-shard-size", request->max_shard_size,
+                   "bytes of each file (5GB, 300MiB, 1000); without it one file")
+      ->check([](const std::string& text) -> std::string {
+        try {
+          parse_byte_size(text);
+        } catch (const Error& error) {
+          return error.what();
+        }
+        return "";
+      });
   command->add_flag("--remove-source,--remove-checkpoint-dir", request->remove_source,
                     "remove the shards and their index afterwards");
   command->add_option("--model", request->model, "of a checkpoint: number of the model")

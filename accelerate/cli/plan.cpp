@@ -48,26 +48,26 @@ RequestedMesh mesh_of(const std::string& text) {
     const std::string part = text.substr(begin, end - begin);
     const size_t sign = part.find('=');
     const std::string axis = part.substr(0, sign);
-    TS_CHECK_AS(ConfigError, axis == "dp_shard" || axis == "dp_replicate", kPlanCommand,
+    TS_CHECK_AS(UsageError, axis == "dp_shard" || axis == "dp_replicate", kPlanCommand,
                 "--mesh has the axes dp_shard and dp_replicate; got \"", part,
                 "\"; say --mesh dp_shard=8 or --mesh dp_shard=8,dp_replicate=4");
-    TS_CHECK_AS(ConfigError, seen != axis, kPlanCommand, "--mesh names ", axis, " twice");
+    TS_CHECK_AS(UsageError, seen != axis, kPlanCommand, "--mesh names ", axis, " twice");
     const std::string digits = sign == std::string::npos ? "" : part.substr(sign + 1);
     const bool whole = !digits.empty() && digits.size() < 8 &&
                        std::ranges::all_of(digits, [](unsigned char c) { return std::isdigit(c); });
     const int64_t size = whole ? std::stoll(digits) : 0;
-    TS_CHECK_AS(ConfigError, size >= 1, kPlanCommand, "--mesh ", axis,
+    TS_CHECK_AS(UsageError, size >= 1, kPlanCommand, "--mesh ", axis,
                 " has to be a whole number above 0; got \"", digits, "\"");
     (axis == "dp_shard" ? mesh.shard : mesh.replicate) = size;
     seen = axis;
     begin = end + 1;
   }
-  TS_CHECK_AS(ConfigError, mesh.shard * mesh.replicate <= 65536, kPlanCommand, "--mesh makes ",
+  TS_CHECK_AS(UsageError, mesh.shard * mesh.replicate <= 65536, kPlanCommand, "--mesh makes ",
               mesh.shard * mesh.replicate, " ranks; plans go up to 65536");
   return mesh;
 }
 
-// "80GiB", "80GB", or bytes.
+// "80GiB", "80GB", or bytes. A small number without a unit was meant in another one.
 int64_t bytes_of(const std::string& text) {
   if (text.empty()) return 0;
   struct Unit {
@@ -81,13 +81,14 @@ int64_t bytes_of(const std::string& text) {
   const auto [end, problem] = std::from_chars(text.data(), last, number);
   for (const Unit& unit : kUnits) {
     if (problem == std::errc() && std::string_view(end, last) == unit.name &&
-        number * unit.bytes >= 1 && number * unit.bytes < 1e18) {
+        number * unit.bytes >= 1 && number * unit.bytes < 1e18 &&
+        (unit.name[0] != 0 || number >= 1e6)) {
       return static_cast<int64_t>(number * unit.bytes);
     }
   }
-  TS_THROW(ConfigError, kPlanCommand,
-           "--memory is bytes, or a number with MB, MiB, GB, GiB, TB or "
-           "TiB, as 80GiB; got \"",
+  TS_THROW(UsageError, kPlanCommand,
+           "--memory is a number with MB, MiB, GB, GiB, TB or TiB, as 80GiB, or bytes, a million "
+           "or more; got \"",
            text, "\"");
 }
 
@@ -103,7 +104,7 @@ Settings settings_of(const PlanRequest& request) {
   const Sharding mode = settings.sharding.value;
   const bool cuts = mode == Sharding::kFsdp || mode == Sharding::kZero3;
   if (cuts) {
-    TS_CHECK_AS(ConfigError, mesh.replicate == 1 || mesh.shard > 1, kPlanCommand,
+    TS_CHECK_AS(UsageError, mesh.replicate == 1 || mesh.shard > 1, kPlanCommand,
                 "--mesh has nothing to cut along dp_shard for --sharding ", request.sharding,
                 "; take --sharding ddp, or give dp_shard more than 1");
     if (mesh.replicate > 1) {
@@ -111,7 +112,7 @@ Settings settings_of(const PlanRequest& request) {
       assign_text(settings, "dp_replicate_size", replicas, "--mesh");
     }
   } else {
-    TS_CHECK_AS(ConfigError, mesh.shard == 1 || mesh.replicate == 1, kPlanCommand,
+    TS_CHECK_AS(UsageError, mesh.shard == 1 || mesh.replicate == 1, kPlanCommand,
                 "--mesh has one axis for --sharding ", request.sharding,
                 "; replicas of shards are for fsdp and zero3");
   }
@@ -145,13 +146,13 @@ Settings settings_of(const PlanRequest& request) {
 
 std::optional<Network> network_of(const PlanRequest& request) {
   if (!request.network.empty()) {
-    TS_CHECK_AS(ConfigError, request.bandwidth == 0 && request.latency == 0 && request.flops == 0,
+    TS_CHECK_AS(UsageError, request.bandwidth == 0 && request.latency == 0 && request.flops == 0,
                 kPlanCommand,
                 "--network is a file that says what --bandwidth, --latency and --flops say; give "
                 "one of both");
     return Network::read(request.network);
   }
-  TS_CHECK_AS(ConfigError, request.bandwidth > 0 || (request.latency == 0 && request.flops == 0),
+  TS_CHECK_AS(UsageError, request.bandwidth > 0 || (request.latency == 0 && request.flops == 0),
               kPlanCommand, "--latency and --flops need --bandwidth");
   if (request.bandwidth == 0) return std::nullopt;
   return Network{.link = {.bandwidth = request.bandwidth * 1e9, .latency = request.latency * 1e-6},
@@ -160,10 +161,10 @@ std::optional<Network> network_of(const PlanRequest& request) {
 
 int run_plan(const PlanRequest& request) {
   const PlannedModel model = PlannedModel::read(request.model);
-  TS_CHECK_AS(ConfigError, (request.batch == 0) == (request.context == 0), kPlanCommand,
+  TS_CHECK_AS(UsageError, (request.batch == 0) == (request.context == 0), kPlanCommand,
               "activations and operations need --batch-size and --context");
   const int64_t longest = model.dimensions.context;
-  TS_CHECK_AS(ConfigError, longest == 0 || request.context <= longest, kPlanCommand,
+  TS_CHECK_AS(UsageError, longest == 0 || request.context <= longest, kPlanCommand,
               "--context is at most ", longest, " for ", request.model, "; got ", request.context);
   TS_CHECK_AS(UnsupportedError, request.batch == 0 || model.dimensions.width > 0, kPlanCommand,
               "activations are known of bert, gpt2, llama, mistral and qwen by their config.json; "

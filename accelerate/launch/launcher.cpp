@@ -600,10 +600,11 @@ int Attempt::conclude() {
   if (timed_out_) return kTimeoutCode;
   const auto cause = record_.first_cause();
   if (!cause) return manager_lost_ ? std::max(1, manager_status_->shell_code()) : 0;
-  const int code = record_.exit_code();
-  if (interrupted_ && code == 128 + interruption_) {
-    say("ended by the signal; exit code " + std::to_string(code));
-    return code;
+  const int code = record_.exit_code(), told = 128 + interruption_;
+  // Who did not end as it was told was killed for it: that is no cause.
+  if (interrupted_ && (code == told || cause->kind == FailureKind::kConsequence)) {
+    say("ended by the signal; exit code " + std::to_string(told));
+    return told;
   }
   say("the job failed; first cause: " + cause->describe() + "; exit code " + std::to_string(code));
   return code;

@@ -235,7 +235,7 @@ TEST(ConfigCommand, CLI4_ToFsdp2) {
   EXPECT_EQ(done.code(), 1);
   EXPECT_TRUE(done.complained("there is no file")) << done;
   done = convert({"--config_file", first});
-  EXPECT_EQ(done.code(), 1);
+  EXPECT_EQ(done.code(), 2);
   EXPECT_TRUE(done.complained("--output-file")) << done;
   done = convert({"--config_file", first, "--output_file", output});
   EXPECT_EQ(done.code(), 0) << done;
@@ -312,6 +312,71 @@ TEST(TestCommand, FailsWhereTheRanksCannotStart) {
   const FinishedProcess tested = tessera_command({"test", "-n", "2"}, {{"PATH", "/nonexistent"}});
   EXPECT_EQ(tested.code(), 1) << tested;
   EXPECT_TRUE(tested.printed("FAILED")) << tested;
+}
+
+const char* const kSmallGpt2 = R"({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2,
+  "n_positions": 16, "vocab_size": 50})";
+
+// A value that cannot be is a mistake on the command line, whatever the option's kind.
+TEST(TesseraCommand, ReturnsTwoForMistakesOnTheCommandLine) {
+  TestFolder folder;
+  const std::string json = folder.path("o.json");
+  const std::string model = folder.write("c.json", kSmallGpt2);
+  for (const std::vector<std::string>& flag :
+       {std::vector<std::string>{"--mixed_precision", "fp17"},
+        {"--cpu=maybe"},
+        {"--seed", "many"},
+        {"--gradient_accumulation_steps", "0"},
+        {"--gradient_accumulation_steps", "1.5"},
+        {"--sharding", "zero4"},
+        {"--grace", "-1"},
+        {"--transport", "pigeon"},
+        {"--no_such_flag", "1"}}) {
+    for (const std::vector<std::string>& command :
+         {std::vector<std::string>{"launch"}, {"config", "default"}}) {
+      std::vector<std::string> words = command;
+      words.insert(words.end(), flag.begin(), flag.end());
+      const std::vector<std::string> rest = command[0] == "launch"
+                                                ? std::vector<std::string>{"true"}
+                                                : std::vector<std::string>{"--output", json};
+      words.insert(words.end(), rest.begin(), rest.end());
+      const FinishedProcess told = tessera_command(words);
+      EXPECT_EQ(told.code(), 2) << flag[0] << '\n' << told;
+      EXPECT_TRUE(told.complained(flag[0].substr(2, 2))) << told;
+      EXPECT_FALSE(std::filesystem::exists(json));
+    }
+  }
+  for (const std::vector<std::string>& words :
+       {std::vector<std::string>{"launch", "--use_fsdp", "--fsdp_sharding_strategy", "SOME",
+                                 "true"},
+        {"plan", "--model", model, "--mesh", "dp=8"},
+        {"plan", "--model", model, "--mesh", "dp_shard=2", "--memory", "80"},
+        {"plan", "--model", model, "--mesh", "dp_shard=2", "--flops", "1"},
+        {"estimate-memory", model, "--dtypes", "f12"},
+        {"estimate-memory", model, "--batch-size", "2"},
+        {"env", "--all", "--changed"},
+        {"test", "-n", "two"}}) {
+    const FinishedProcess told = tessera_command(words);
+    EXPECT_EQ(told.code(), 2) << words[0] << '\n' << told;
+  }
+}
+
+// Standard output may be a file on a device without room.
+TEST(TesseraCommand, FailsWhereItsOutputCannotBeWritten) {
+  TestFolder folder;
+  const std::string model = folder.write("c.json", kSmallGpt2);
+  const std::string yaml = folder.write("a.yaml", "use_cpu: true\n");
+  for (const std::string& words :
+       {std::string("--help"), std::string("--version"), std::string("env"),
+        std::string("config document"), "estimate-memory " + model,
+        "config import " + yaml + " --output " + folder.path("o.json"),
+        "plan --mesh dp_shard=2 --model " + model, std::string("launch --dry-run true")}) {
+    const FinishedProcess full =
+        run_process({"sh", "-c", kTesseraCommand + " " + words + " > /dev/full"},
+                    {{"XDG_CONFIG_HOME", "/nonexistent"}});
+    EXPECT_EQ(full.code(), 1) << words << '\n' << full;
+    EXPECT_TRUE(full.complained("cannot write to the standard output")) << full;
+  }
 }
 
 TEST(TesseraCommand, WithoutASubcommandOrWithAnUnknownOneItSaysWhatThereIs) {

@@ -38,9 +38,9 @@ class Convert : public testing::Test {
     }
     EXPECT_EQ(got.size(), count);
   }
-  void expect_refused(const std::vector<std::string>& words, const std::string& why) {
+  void expect_refused(const std::vector<std::string>& words, const std::string& why, int code = 1) {
     const FinishedProcess process = convert(words);
-    EXPECT_EQ(process.code(), 1) << process;
+    EXPECT_EQ(process.code(), code) << process;
     EXPECT_TRUE(process.complained(why)) << why << "\n" << process;
   }
   TestFolder folder_;
@@ -125,7 +125,7 @@ TEST_F(Convert, WhatCannotBeConvertedLeavesNothingBehind) {
   folder_.write("text", "mine");
   expect_refused({golden_path("torch/state.pt"), path("text")}, "OUT has to be");
   expect_refused({golden_path("torch/state.pt"), path("y.safetensors"), "--max-shard-size", "1MB"},
-                 "folder");
+                 "folder", 2);
   fs::create_directories(path("empty"));
   expect_refused({path("empty"), path("z")}, "neither");
   folder_.write("empty/pytorch_model.bin.index.json",

@@ -87,7 +87,7 @@ TEST(LaunchFlags, MistakesAreToldBeforeAnythingStarts) {
   const FinishedProcess planned = tessera_command({"launch", "--tp_size", "2", "true"});
   EXPECT_TRUE(planned.code() == 1 && planned.complained("not available yet")) << planned;
   const FinishedProcess wrong = tessera_command({"launch", "--mixed_precision", "fp17", "true"});
-  EXPECT_TRUE(wrong.code() == 1 && wrong.complained("--mixed-precision")) << wrong;
+  EXPECT_TRUE(wrong.code() == 2 && wrong.complained("--mixed-precision")) << wrong;
 }
 
 // What hands know from `accelerate launch` works, or the error names what takes its place.

@@ -180,8 +180,25 @@ TEST(Launcher, ASecondSignalKillsAtOnce) {
           }
         });
     EXPECT_EQ(sent, 2);
-    EXPECT_NE(job.code(), 0) << job;
+    EXPECT_EQ(job.code(), 128 + signal) << job;
+    EXPECT_TRUE(job.complained("ended by the signal")) << job;
+    EXPECT_FALSE(job.complained("first cause")) << "nobody is to blame\n" << job;
   }
+}
+
+// What ignores the signal until it is killed was asked to end all the same.
+TEST(Launcher, WhatRunsAfterTheGraceOfASignalIsNoFirstCause) {
+  SKIP_WITHOUT_MPI();
+  bool sent = false;
+  const FinishedProcess job = launch_script(
+      {"-n", "2", "--grace", "0.2"}, "trap '' TERM; echo ready; while true; do sleep 0.02; done",
+      {}, [&](pid_t pid, const std::string& output) {
+        if (sent || lines_of(output).size() < 2) return;
+        sent = true;
+        ::kill(pid, SIGTERM);
+      });
+  EXPECT_EQ(job.code(), 143) << job;
+  EXPECT_TRUE(job.complained("ended by the signal")) << job;
 }
 
 TEST(Launcher, CtrlCLeavesNoProcessAndNoFileBehind) {
