@@ -2,6 +2,7 @@
 
 #include <charconv>
 #include <cstdint>
+#include <cstdio>
 #include <fstream>
 #include <set>
 #include <sstream>
@@ -12,11 +13,23 @@
 namespace tessera::launch {
 namespace {
 
+// Bytes that a terminal shows as nothing, or as another letter, as \xNN.
+std::string visible(std::string_view text) {
+  std::string shown;
+  for (const char letter : text) {
+    const auto byte = static_cast<unsigned char>(letter);
+    char code[8];
+    std::snprintf(code, sizeof code, "\\x%02x", byte);
+    shown += byte > ' ' && byte < 127 ? std::string(1, letter) : code;
+  }
+  return shown;
+}
+
 int parse_slots(std::string_view text, const std::string& where) {
   int slots = 0;
   const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), slots);
   TS_CHECK_AS(FormatError, problem == std::errc() && end == text.data() + text.size() && slots >= 1,
-              where, "slots are a whole number of at least 1; got \"", text, "\"");
+              where, "slots are a whole number of at least 1; got \"", visible(text), "\"");
   return slots;
 }
 
@@ -33,6 +46,7 @@ bool is_host_name(std::string_view name) {
 std::vector<Host> parse_hosts(std::string_view text, std::string_view name) {
   std::vector<Host> hosts;
   std::set<std::string> seen;
+  if (text.starts_with("\xef\xbb\xbf")) text.remove_prefix(3);  // an editor's mark of UTF-8
   PlainText<std::istringstream> lines{std::string(text)};
   std::string line;
   for (int number = 1; std::getline(lines, line); ++number) {
@@ -42,8 +56,12 @@ std::vector<Host> parse_hosts(std::string_view text, std::string_view name) {
     if (!(words >> word)) continue;
     Host host;
     const size_t colon = word.find(':');
+    TS_CHECK_AS(
+        FormatError, colon == word.rfind(':'), where, "\"", visible(word),
+        "\" has several colons; of addresses of IPv6 write the machine's name, and NAME:N or "
+        "NAME slots=N");
     host.name = word.substr(0, colon);
-    TS_CHECK_AS(FormatError, is_host_name(host.name), where, "\"", host.name,
+    TS_CHECK_AS(FormatError, is_host_name(host.name), where, "\"", visible(host.name),
                 "\" is no host name; write NAME slots=N");
     bool counted = colon != std::string::npos;
     if (counted) host.slots = parse_slots(std::string_view(word).substr(colon + 1), where);
@@ -55,7 +73,7 @@ std::vector<Host> parse_hosts(std::string_view text, std::string_view name) {
       } else if (word.starts_with("max_slots=") || word.starts_with("max-slots=")) {
         parse_slots(std::string_view(word).substr(10), where);  // mpirun's; slots decide here
       } else {
-        TS_THROW(FormatError, where, "\"", word, "\" is unknown; write NAME slots=N");
+        TS_THROW(FormatError, where, "\"", visible(word), "\" is unknown; write NAME slots=N");
       }
     }
     TS_CHECK_AS(FormatError, seen.insert(host.name).second, where, "host ", host.name,

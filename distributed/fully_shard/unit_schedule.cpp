@@ -185,9 +185,11 @@ void UnitSchedule::follow_requires_grad() {
     agreed_cast_.reset();
   }
   for (const auto& [name, tensor] : root_.lock()->left_whole) {
-    TS_CHECK_AS(ConfigError, !tensor.requires_grad(), "zero", "'", name,
-                "' was frozen when the model was sharded, so that no rank holds a part of it, and "
-                "requires grad now; let it require grad first, and freeze it afterwards");
+    TS_CHECK_AS(
+        ConfigError, !tensor.requires_grad(), "zero", "'", name,
+        "' was frozen when the model was sharded, so that no rank holds a part of it, and "
+        "requires grad now; let it require grad before prepare() or fully_shard(), and freeze it "
+        "afterwards");
   }
   if (changes_.look()) name_changes();
 }

@@ -45,18 +45,35 @@ TEST(HostFile, NamesSlotsAndCommentsAreRead) {
   EXPECT_EQ(hosts,
             (std::vector<Host>{{"node1", 4}, {"node2", 2}, {"node3", 1}, {"user@10.0.0.4", 1}}));
   EXPECT_EQ(parse_hosts(format_hosts(hosts), "again"), hosts);
+  EXPECT_EQ(parse_hosts("\xef\xbb\xbf" + format_hosts(hosts), "with the mark of an editor"), hosts);
 }
 
 TEST(HostFile, EveryMistakeIsNamedWithItsLine) {
   const std::pair<const char*, const char*> kMistakes[] = {
-      {"a\nb slots=0\n", "hosts:2"},  {"a\nb slots=two\n", "two"},
-      {"a slots=-1", "hosts:1"},      {"a slots=4x", "4x"},
-      {"a slots=", "hosts:1"},        {"a:", "hosts:1"},
-      {"a:3 slots=3", "twice"},       {"a cores=3", "cores=3"},
-      {"a\n\na\n", "hosts:3"},        {"--help slots=1", "--help"},
-      {"a;rm slots=1", "a;rm"},       {"$(x)", "$(x)"},
-      {"a slots=99999999999", "999"}, {"", "no host"},
+      {"a\nb slots=0\n", "hosts:2"},
+      {"a\nb slots=two\n", "two"},
+      {"a slots=-1", "hosts:1"},
+      {"a slots=4x", "4x"},
+      {"a slots=", "hosts:1"},
+      {"a:", "hosts:1"},
+      {"a:3 slots=3", "twice"},
+      {"a cores=3", "cores=3"},
+      {"a\n\na\n", "hosts:3"},
+      {"--help slots=1", "--help"},
+      {"a;rm slots=1", "a;rm"},
+      {"$(x)", "$(x)"},
+      {"a slots=99999999999", "999"},
+      {"", "no host"},
       {"# nothing\n", "no host"},
+      {"fe80::1 slots=2", "fe80::1"},
+      {"::1", "IPv6"},
+      {"[fe80::1]:2", "IPv6"},
+      {"a\xc2\xa0slots=2", "a\\xc2\\xa0slots=2"},
+      {"a\xe2\x80\x8b", "a\\xe2\\x80\\x8b"},
+      {"a slots=2\xc2\xa0", "2\\xc2\\xa0"},
+      {"a\n\xef\xbb\xbf"
+       "b slots=2",
+       "hosts:2"},
   };
   for (const auto& [text, expected] : kMistakes) {
     const std::string message = message_of<FormatError>([&] { parse_hosts(text, "hosts"); });
@@ -218,9 +235,10 @@ std::string line_for(Manager manager, const Flags& flags, const Machine& machine
 }
 
 TEST(CommandLine, MpirunOnOneMachine) {
-  EXPECT_EQ(line_for(Manager::kMpirun, {{"ranks", "2"}}),
-            "/usr/bin/mpirun -n 2 --enable-recovery --oversubscribe --bind-to none "
-            "-x TESSERA_STORE /opt/tessera agent -- train --lr 0.1");
+  EXPECT_EQ(
+      line_for(Manager::kMpirun, {{"ranks", "2"}}),
+      "/usr/bin/mpirun -n 2 --enable-recovery --oversubscribe --bind-to none "
+      "-x TESSERA_STORE /opt/tessera agent -- train --lr 0.1");
 }
 
 TEST(CommandLine, MpirunOverTcpOnTwoHosts) {
