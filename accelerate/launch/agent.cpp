@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <thread>
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/signalfd.h>
 #include <sys/wait.h>
@@ -41,6 +42,7 @@ Environment rank_environment(Environment environment, const LaunchInfo& info, co
   environment["TESSERA_NODE"] = std::to_string(layout.node_of_rank.at(rank));
   environment["TESSERA_NODES"] = std::to_string(layout.nodes);
   environment["TESSERA_NODE_OF_RANK"] = layout.text();
+  for (const char* name : {"TESSERA_RANK_OUTPUT", "TESSERA_RANK_ERRORS"}) environment.erase(name);
   // What was asked for, else what a rank's share of the cores is; idle threads sleep.
   const int threads = std::max(1, cores.allowed / local_size);
   environment.emplace("TESSERA_NUM_THREADS", std::to_string(threads));
@@ -49,13 +51,30 @@ Environment rank_environment(Environment environment, const LaunchInfo& info, co
   return environment;
 }
 
+// The launcher's pipe where it is on this machine, else what the process manager passes on.
+FileDescriptor target_of(const Environment& environment, const char* variable, int standard) {
+  const auto path = environment.find(variable);
+  FileDescriptor target;
+  if (path != environment.end()) {
+    target = FileDescriptor(::open(path->second.c_str(), O_WRONLY | O_CLOEXEC));
+  }
+  return target ? std::move(target) : FileDescriptor(::fcntl(standard, F_DUPFD_CLOEXEC, 0));
+}
+
 // The running program of this rank.
 class RankProcess {
  public:
-  RankProcess(const SpawnOptions& options, const std::string& prefix)
+  RankProcess(const SpawnOptions& options, const std::string& prefix,
+              const Environment& environment)
       : child_(spawn(options)),
-        output_(std::move(child_.output), STDOUT_FILENO, prefix),
-        error_(std::move(child_.error), STDERR_FILENO, prefix) {}
+        output_target_(target_of(environment, "TESSERA_RANK_OUTPUT", STDOUT_FILENO)),
+        error_target_(target_of(environment, "TESSERA_RANK_ERRORS", STDERR_FILENO)),
+        output_(std::move(child_.output), output_target_.get(), prefix),
+        error_(std::move(child_.error), error_target_.get(), prefix) {
+    if (!environment.contains("TESSERA_RANK_OUTPUT")) return;
+    output_.share_target();
+    error_.share_target();
+  }
 
   void signal_group(int number) const { ::kill(-child_.pid, number); }
 
@@ -95,6 +114,7 @@ class RankProcess {
   }
 
   Child child_;
+  FileDescriptor output_target_, error_target_;
   LinePrefixer output_;
   LinePrefixer error_;
 };
@@ -173,7 +193,7 @@ int run(const AgentOptions& options) {
                          .environment = rank_environment(environment, info, layout, cores),
                          .capture = true,
                          .death_signal = SIGKILL},
-                        prefix);
+                        prefix, environment);
     const CommandWatch watch(info, process);
     report.status = process.run(signals);
   } catch (const std::exception& error) {

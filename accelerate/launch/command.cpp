@@ -22,7 +22,8 @@ constexpr std::string_view kLauncherPrefixes[] = {"OMPI_COMM_WORLD_", "OMPI_MCA_
 constexpr std::string_view kAgentVariables[] = {
     "TESSERA_RANK",        "TESSERA_WORLD_SIZE",       "TESSERA_LOCAL_RANK",     "TESSERA_NODE",
     "TESSERA_NODES",       "TESSERA_LOCAL_WORLD_SIZE", "TESSERA_NODE_OF_RANK",   "TESSERA_STORE",
-    "TESSERA_STORE_TOKEN", "TESSERA_RESTART_COUNT",    "TESSERA_LAUNCH_SETTINGS"};
+    "TESSERA_STORE_TOKEN", "TESSERA_RESTART_COUNT",    "TESSERA_LAUNCH_SETTINGS",
+    "TESSERA_RANK_OUTPUT", "TESSERA_RANK_ERRORS"};
 
 // Whether a process may read its sibling's memory, as MPI does to copy large messages once.
 bool siblings_can_read() {

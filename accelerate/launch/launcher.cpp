@@ -13,6 +13,7 @@
 #include <thread>
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -136,17 +137,22 @@ int pending_stop() {
   return 0;
 }
 
+// Whether a host of the file is the machine of this launcher.
+bool is_here(const Host& host) {
+  char own_name[256] = "";
+  ::gethostname(own_name, sizeof own_name - 1);
+  return host.name == own_name || host.name == "localhost";
+}
+
 // Hosts that do not run a command through the remote agent within kReachTime.
 std::vector<std::string> unreachable_hosts(const LaunchOptions& options,
                                            const Environment& environment) {
   std::vector<std::string> agent = {"ssh", "-o", "BatchMode=yes"};
   if (!options.remote_agent.empty()) agent = {options.remote_agent};
-  char own_name[256] = "";
-  ::gethostname(own_name, sizeof own_name - 1);
   std::vector<std::pair<std::string, pid_t>> attempts;
   std::vector<std::string> lost;
   for (const Host& host : options.hosts) {
-    if (host.name == own_name || host.name == "localhost") continue;
+    if (is_here(host)) continue;
     SpawnOptions spawn_options{
         .command = agent, .environment = environment, .death_signal = SIGKILL};
     spawn_options.command.insert(spawn_options.command.end(), {host.name, "true"});
@@ -202,38 +208,61 @@ class SignalThread {
   Thread thread_;
 };
 
-// The process manager's stderr, and through it the ranks', without what Open MPI 4's PMIx says of
-// its own whenever a rank ends without MPI: that it could not tell the ranks which are gone.
-class ErrorRelay {
+// Writes on what the process manager says on stderr, without what Open MPI 4's PMIx says of its own
+// whenever a rank ends without MPI: that it could not tell the ranks which are gone. And what
+// agents of this machine say of their ranks, in pipes of this process: Open MPI passes on pieces of
+// any length, in which lines of several ranks mix.
+class OutputRelay {
  public:
-  explicit ErrorRelay(FileDescriptor source)
-      : lines_(std::move(source), STDERR_FILENO, "", is_noise),
-        stop_(::eventfd(0, EFD_CLOEXEC)),
-        thread_([this] { run(); }) {}
-  // What was written before the manager's end is written on; its orphans may hold the pipe open.
-  ~ErrorRelay() {
+  OutputRelay() : stop_(::eventfd(0, EFD_CLOEXEC)) {
+    make_pipe(out_, agents_out_);
+    make_pipe(error_, agents_error_);
+    for (const FileDescriptor* end : {&out_, &error_}) ::fcntl(end->get(), F_SETFL, O_NONBLOCK);
+  }
+  // Where the agents find the pipes.
+  std::string out_path() const { return path_of(agents_out_); }
+  std::string error_path() const { return path_of(agents_error_); }
+
+  void start(FileDescriptor manager_error) {
+    lines_.emplace_back(std::move(manager_error), STDERR_FILENO, "", is_noise);
+    lines_.emplace_back(std::move(out_), STDOUT_FILENO, "");
+    lines_.emplace_back(std::move(error_), STDERR_FILENO, "");
+    thread_ = std::thread([this] { run(); });
+  }
+  // What was written before the manager's end is written on; its orphans may hold the pipes open.
+  ~OutputRelay() {
+    if (!thread_.joinable()) return;
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t size = ::write(stop_.get(), &one, sizeof one);
     thread_.join();
-    lines_.pump();
-    lines_.close();
+    for (LinePrefixer& lines : lines_) {
+      lines.pump();
+      lines.close();
+    }
   }
 
  private:
+  static std::string path_of(const FileDescriptor& end) {
+    return "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(end.get());
+  }
   static bool is_noise(std::string_view line) {
     return line.find("PMIX ERROR: BAD-PARAM in file") != line.npos &&
            line.find("pmix_event_notification.c") != line.npos;
   }
   void run() {
-    while (lines_.open()) {
-      pollfd entries[2] = {{lines_.descriptor(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
-      ::poll(entries, 2, -1);
-      if (entries[0].revents != 0) lines_.pump();
-      if (entries[1].revents != 0) return;
+    while (true) {
+      std::vector<pollfd> entries = {{stop_.get(), POLLIN, 0}};
+      for (const LinePrefixer& lines : lines_) entries.push_back({lines.descriptor(), POLLIN, 0});
+      ::poll(entries.data(), entries.size(), -1);
+      for (size_t i = 0; i < lines_.size(); ++i) {
+        if (entries[i + 1].revents != 0) lines_[i].pump();
+      }
+      if (entries[0].revents != 0) return;
     }
   }
 
-  LinePrefixer lines_;
+  FileDescriptor out_, agents_out_, error_, agents_error_;
+  std::vector<LinePrefixer> lines_;
   FileDescriptor stop_;
   Thread thread_;
 };
@@ -339,7 +368,7 @@ class Attempt {
   std::unique_ptr<TcpStoreServer> server_;
   TemporaryFile host_file_;
   Child manager_;
-  std::optional<ErrorRelay> errors_;
+  std::optional<OutputRelay> output_;
   std::optional<ExitStatus> manager_status_;
   Milliseconds manager_end_{0};
   std::optional<Milliseconds> kill_at_;  // after a failure or an interruption
@@ -381,6 +410,13 @@ void Attempt::start_manager() {
   if (manager == Manager::kMpirun && !options_.hosts.empty()) {
     host_file_.write(machine_.temporary, format_hosts(options_.hosts));
   }
+  if (manager == Manager::kMpirun) {
+    output_.emplace();
+    if (std::ranges::all_of(options_.hosts, is_here)) {
+      job["TESSERA_RANK_OUTPUT"] = output_->out_path();
+      job["TESSERA_RANK_ERRORS"] = output_->error_path();
+    }
+  }
   const ManagerCommand command =
       manager_command(manager, options_, machine_, ranks_, host_file_.path, environment_, job);
   // Its output is the ranks', and its input rank 0's.
@@ -388,7 +424,7 @@ void Attempt::start_manager() {
                     .environment = command.environment,
                     .capture_error = manager == Manager::kMpirun,
                     .death_signal = SIGTERM});
-  if (manager_.error) errors_.emplace(std::move(manager_.error));
+  if (output_) output_->start(std::move(manager_.error));
 }
 
 void Attempt::command(int signal) {
@@ -592,7 +628,7 @@ void Attempt::end_manager() {
     }
   }
   if (interrupted_ || refused_ || killed_at_ || manager_lost_) kill_orphans(children_before_);
-  errors_.reset();  // what it still had to say comes before the conclusion
+  output_.reset();  // what it still had to say comes before the conclusion
 }
 
 int Attempt::conclude() {
@@ -632,6 +668,10 @@ int Attempt::run() {
 
 int run_launcher(const LaunchOptions& given) {
   block_signals();
+  sigset_t pipe;  // a job goes on where nobody reads its output any more
+  ::sigemptyset(&pipe);
+  ::sigaddset(&pipe, SIGPIPE);
+  ::pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);  // see kill_orphans()
   const std::vector<pid_t> children_before = children();
   const Environment environment = distributed::process_environment();

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
@@ -25,14 +26,6 @@ sigset_t handled_signals() {
   return set;
 }
 
-void make_pipe(FileDescriptor& read_end, FileDescriptor& write_end) {
-  int ends[2];
-  TS_CHECK_AS(IoError, ::pipe2(ends, O_CLOEXEC) == 0, "launch", "the system gives no pipe (",
-              std::strerror(errno), ")");
-  read_end = FileDescriptor(ends[0]);
-  write_end = FileDescriptor(ends[1]);
-}
-
 bool is_executable(const std::string& path) {
   struct stat status {};
   return ::stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode) &&
@@ -47,6 +40,14 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
 }
 
 }  // namespace
+
+void make_pipe(FileDescriptor& read_end, FileDescriptor& write_end) {
+  int ends[2];
+  TS_CHECK_AS(IoError, ::pipe2(ends, O_CLOEXEC) == 0, "launch", "the system gives no pipe (",
+              std::strerror(errno), ")");
+  read_end = FileDescriptor(ends[0]);
+  write_end = FileDescriptor(ends[1]);
+}
 
 std::string ExitStatus::describe() const {
   if (signal == 0) return "exited with code " + std::to_string(code);
@@ -189,15 +190,17 @@ void LinePrefixer::write_lines(bool all) {
     begin = pending_.size();
   }
   pending_.erase(0, begin);
-  // Whole lines in one write, so that ranks' lines do not mix.
+  if (lines.empty()) return;
+  const bool locked = shared_ && ::flock(target_, LOCK_EX) == 0;
   for (size_t at = 0; at < lines.size();) {
     const ssize_t size = ::write(target_, lines.data() + at, lines.size() - at);
     if (size > 0) {
       at += static_cast<size_t>(size);
     } else if (errno != EINTR && errno != EAGAIN) {
-      return;  // nobody reads any more
+      break;  // nobody reads any more
     }
   }
+  if (locked) ::flock(target_, LOCK_UN);
 }
 
 }  // namespace tessera::launch

@@ -37,6 +37,9 @@ struct SpawnOptions {
   int death_signal = 0;              // that it gets when the calling thread dies
 };
 
+// Both ends close with an exec. IoError.
+void make_pipe(FileDescriptor& read_end, FileDescriptor& write_end);
+
 struct Child {
   pid_t pid = -1;  // also of its process group
   FileDescriptor output;
@@ -68,6 +71,8 @@ class LinePrefixer {
   // Reads what is there. Where the source is at its end, it closes.
   void pump();
   void close();  // writes the rest
+  // Other processes write to the target, too: each write holds its lock, so that lines do not mix.
+  void share_target() { shared_ = true; }
 
  private:
   void write_lines(bool all);
@@ -75,6 +80,7 @@ class LinePrefixer {
   int target_;
   std::string prefix_;
   Drop drop_;
+  bool shared_ = false;
   std::string pending_;
 };
 

@@ -77,7 +77,9 @@ void throw_first(const std::vector<std::string>& errors, const std::string& what
     if (errors[rank].empty()) continue;
     std::string text = what + ": ";
     if (errors.size() > 1) text += "rank " + std::to_string(rank) + ": ";
-    text += errors[rank].substr(1);
+    // Most name the operation themselves.
+    const std::string_view own = std::string_view(errors[rank]).substr(1);
+    text += own.starts_with(what + ": ") ? own.substr(what.size() + 2) : own;
     for (const ErrorKind& known : kKinds) {
       if (known.letter == errors[rank][0]) known.raise(text);
     }

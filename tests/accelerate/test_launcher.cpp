@@ -46,6 +46,50 @@ TEST(Launcher, RanksLearnWhoTheyAreAndTheirLinesSayIt) {
   EXPECT_EQ(lines_of(job.output), expected);
 }
 
+// Open MPI passes pieces of any length on, in which lines of several ranks stood.
+TEST(Launcher, LinesOfRanksStayWholeHoweverFastAndLongTheyAre) {
+  SKIP_WITHOUT_MPI();
+  const std::string script =
+      "awk 'BEGIN { for (i = 0; i < 9000; ++i) long = long \"x\"; for (i = 0; i < 3000; ++i) { "
+      "print \"line \" i; if (i % 500 == 0) print long \" end\"; "
+      "print \"error \" i > \"/dev/stderr\" } }'";
+  const FinishedProcess job = launch_script({"-n", "3"}, script);
+  EXPECT_EQ(job.code(), 0);
+  for (const std::string rank : {"[0] ", "[1] ", "[2] "}) {
+    std::istringstream output(job.output), errors(job.error);
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(output, line);) {
+      if (line.starts_with(rank)) lines.push_back(line.substr(rank.size()));
+    }
+    size_t at = 0;
+    for (int i = 0; i < 3000; ++i) {
+      ASSERT_LT(at, lines.size()) << rank;
+      ASSERT_EQ(lines[at++], "line " + std::to_string(i)) << rank;
+      if (i % 500 == 0) {
+        ASSERT_EQ(lines[at++], std::string(9000, 'x') + " end") << rank;
+      }
+    }
+    EXPECT_EQ(at, lines.size());
+    int number = 0;
+    for (std::string line; std::getline(errors, line);) {
+      if (!line.starts_with(rank)) continue;
+      ASSERT_EQ(line, rank + "error " + std::to_string(number++));
+    }
+    EXPECT_EQ(number, 3000);
+  }
+}
+
+TEST(Launcher, AJobWhoseOutputNobodyReadsGoesOn) {
+  SKIP_WITHOUT_MPI();
+  TestFolder folder;
+  const FinishedProcess job = run_process(
+      {"sh", "-c",
+       kCommand + " launch -n 2 sh -c 'for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.05; done; " +
+           "touch " + folder.path("end") + "$TESSERA_RANK' | head -n 1"});
+  EXPECT_TRUE(std::filesystem::exists(folder.path("end0"))) << job;
+  EXPECT_TRUE(std::filesystem::exists(folder.path("end1"))) << job;
+}
+
 TEST(Launcher, RanksLearnTheirTimes) {
   const std::string script =
       "echo $TESSERA_COLLECTIVE_TIMEOUT/$TESSERA_FIRST_STEP_TIMEOUT/$TESSERA_SAVE_TIMEOUT";

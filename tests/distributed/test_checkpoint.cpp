@@ -296,6 +296,23 @@ TEST_F(Checkpoints, OneRankThatCannotWriteLeavesNothingAndAllNameIt) {
 }
 
 // The file size limit makes the write itself fail, as a full disk does, without special rights.
+// Most errors begin with the operation that they are told for.
+TEST_F(Checkpoints, AnErrorOfAllRanksNamesItsOperationOnce) {
+  for (const int ranks : {1, 2}) {
+    compared_ranks(ranks, [&](int rank) {
+      const auto told = [&](const char* own) {
+        return message_of<FormatError>([&] {
+          throw_together(rank == ranks - 1 ? std::make_exception_ptr(FormatError(own)) : nullptr,
+                         "load_state");
+        });
+      };
+      const std::string place = ranks == 1 ? "" : "rank 1: ";
+      EXPECT_EQ(told("load_state: it is gone"), "load_state: " + place + "it is gone");
+      EXPECT_EQ(told("model.bin: it is gone"), "load_state: " + place + "model.bin: it is gone");
+    });
+  }
+}
+
 TEST_F(Checkpoints, AFullDiskIsATypedErrorAndNothingStandsUnderTheName) {
   rlimit before = {};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
