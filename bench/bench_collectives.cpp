@@ -10,6 +10,8 @@
 // runs on the main thread. The last line: what 25 MiB under 100 ms of compute add to it.
 #include <mpi.h>
 
+#include <CLI/CLI.hpp>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -116,14 +118,16 @@ void measure_overlap(Group& group, int rounds) {
 int main(int argc, char** argv) {
   int rounds = 30, smallest = 4, largest = 25600;
   BackendOptions options;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i];
-    if (name == "--rounds") rounds = std::atoi(argv[i + 1]);
-    if (name == "--quantile") g_quantile = std::atof(argv[i + 1]);
-    if (name == "--smallest-kib") smallest = std::atoi(argv[i + 1]);
-    if (name == "--largest-kib") largest = std::atoi(argv[i + 1]);
-    if (name == "--chunk-kib") options.chunk_bytes = std::atoll(argv[i + 1]) << 10;
-  }
+  int64_t chunk_kib = options.chunk_bytes >> 10;
+  CLI::App app("Collectives of the ranks of an mpirun, beside MPI's own.");
+  app.add_option("--rounds", rounds, "calls of each size")->check(CLI::PositiveNumber);
+  app.add_option("--quantile", g_quantile, "of the times that is shown")->check(CLI::Range(0., 1.));
+  app.add_option("--smallest-kib", smallest, "sizes from here");
+  app.add_option("--largest-kib", largest, "sizes up to here");
+  app.add_option("--chunk-kib", chunk_kib, "what travels at once; 0: as much as it chooses")
+      ->check(CLI::NonNegativeNumber);
+  CLI11_PARSE(app, argc, argv);
+  options.chunk_bytes = chunk_kib << 10;
   try {
     std::shared_ptr<Backend> backend = make_mpi_backend(options);
     std::vector<int> ranks;

@@ -28,6 +28,7 @@
 // the losses of the steps that had batches of their own.
 #include <time.h>
 #include <unistd.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -101,50 +102,45 @@ struct Options {
 
 Options parse(int argc, char** argv) {
   Options options;
-  const std::pair<const char*, int64_t*> numbers[] = {
-      {"--layers", &options.layers},   {"--width", &options.width},
-      {"--heads", &options.heads},     {"--context", &options.context},
-      {"--vocab", &options.vocab},     {"--batch-size", &options.batch_size},
-      {"--threads", &options.threads}, {"--warmup", &options.warmup},
-      {"--steps", &options.steps}};
-  for (int i = 1; i < argc; ++i) {
-    const std::string name = argv[i];
-    if (name == "--profile") {
-      options.profile = true;
-      continue;
-    }
-    if (name == "--graph") {
-      options.graph = true;
-      continue;
-    }
-    if (name == "--serve") {
-      options.serve = true;
-      continue;
-    }
-    const auto* number = std::find_if(std::begin(numbers), std::end(numbers),
-                                      [&](const auto& entry) { return name == entry.first; });
-    std::string* const text = name == "--dtype"          ? &options.dtype
-                              : name == "--device"       ? &options.device
-                              : name == "--model"        ? &options.model
-                              : name == "--fp8-filter"   ? &options.fp8_filter
-                              : name == "--weights"      ? &options.weights
-                              : name == "--batches"      ? &options.batches
-                              : name == "--launch-times" ? &options.launch_times
-                                                         : nullptr;
-    const bool known = number != std::end(numbers) || text != nullptr;
-    TS_CHECK(known && i + 1 < argc, "bench_step", "does not know '", name,
-             "' or lacks its value; see the head of bench_step.cpp");
-    if (number != std::end(numbers)) {
-      *number->second = std::atoll(argv[++i]);
-    } else {
-      *text = argv[++i];
-    }
+  CLI::App app("A whole training step of a model: forward, loss, backward, clipping, AdamW.");
+  const auto number = [&](const char* name, int64_t& value, const char* help) {
+    return app.add_option(name, value, help)->capture_default_str()->check(CLI::PositiveNumber);
+  };
+  number("--layers", options.layers, "blocks");
+  number("--width", options.width, "size of the residual stream");
+  number("--heads", options.heads, "attention heads");
+  number("--context", options.context, "tokens of a sequence; patches of an image");
+  number("--vocab", options.vocab, "tokens, or classes");
+  number("--batch-size", options.batch_size, "sequences of a step");
+  number("--threads", options.threads, "for compute");
+  app.add_option("--warmup", options.warmup, "steps before")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  number("--steps", options.steps, "measured steps");
+  app.add_option("--dtype", options.dtype,
+                 "f32, bf16, autocast-bf16, autocast-fp16 or fp8-RECIPE, as fp8-tensorwise")
+      ->capture_default_str();
+  app.add_option("--device", options.device, "cpu, cuda or cuda:N")->capture_default_str();
+  app.add_option("--model", options.model)
+      ->capture_default_str()
+      ->check(CLI::IsMember({"gpt2", "bert", "llama", "lstm", "vit", "cnn"}));
+  app.add_option("--fp8-filter", options.fp8_filter,
+                 "with fp8-RECIPE, which linear layers: all, default or pays")
+      ->capture_default_str();
+  app.add_option("--weights", options.weights, "folder of a GPT-2 as transformers saves it");
+  app.add_option("--batches", options.batches, "safetensors of its tokens, a batch for each step");
+  app.add_option("--launch-times", options.launch_times,
+                 "on a GPU, file for the launches of one more step");
+  app.add_flag("--profile", options.profile, "also the time of each op");
+  app.add_flag("--graph", options.graph, "on a GPU, steps are replays of a CUDA graph");
+  app.add_flag("--serve", options.serve,
+               "read counts from the standard input, run that many steps, print their times");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(app.exit(error));
   }
   (void)policy_of(options.dtype, options.fp8_filter);
-  constexpr const char* kModels[] = {"gpt2", "bert", "llama", "lstm", "vit", "cnn"};
-  TS_CHECK(std::find(std::begin(kModels), std::end(kModels), options.model) != std::end(kModels),
-           "bench_step", "--model is gpt2, bert, llama, lstm, vit or cnn; got '", options.model,
-           "'");
   TS_CHECK(!options.graph || (!options.profile && options.launch_times.empty()), "bench_step",
            "--profile and --launch-times tell of ops and launches, and a graph is one; leave them "
            "out, or --graph");
