@@ -20,10 +20,11 @@ constexpr int64_t kSharedMemoryPerRank = int64_t{16} << 20;
 constexpr std::string_view kLauncherPrefixes[] = {"OMPI_COMM_WORLD_", "OMPI_MCA_ess",
                                                   "OMPI_MCA_orte_", "PMIX_", "PMI_"};
 constexpr std::string_view kAgentVariables[] = {
-    "TESSERA_RANK",        "TESSERA_WORLD_SIZE",       "TESSERA_LOCAL_RANK",     "TESSERA_NODE",
-    "TESSERA_NODES",       "TESSERA_LOCAL_WORLD_SIZE", "TESSERA_NODE_OF_RANK",   "TESSERA_STORE",
-    "TESSERA_STORE_TOKEN", "TESSERA_RESTART_COUNT",    "TESSERA_LAUNCH_SETTINGS",
-    "TESSERA_RANK_OUTPUT", "TESSERA_RANK_ERRORS"};
+    "TESSERA_RANK",          "TESSERA_WORLD_SIZE",      "TESSERA_LOCAL_RANK",
+    "TESSERA_NODE",          "TESSERA_NODES",           "TESSERA_LOCAL_WORLD_SIZE",
+    "TESSERA_NODE_OF_RANK",  "TESSERA_STORE",           "TESSERA_STORE_TOKEN",
+    "TESSERA_RESTART_COUNT", "TESSERA_LAUNCH_SETTINGS", "TESSERA_RANK_OUTPUT",
+    "TESSERA_RANK_ERRORS"};
 
 // Whether a process may read its sibling's memory, as MPI does to copy large messages once.
 bool siblings_can_read() {
@@ -72,6 +73,12 @@ int densest(const LaunchOptions& options, int ranks) {
   return std::min(most, ranks);
 }
 
+// Whether ranks share files where /dev/shm is too small.
+bool needs_files(const LaunchOptions& options, const Machine& machine, int ranks) {
+  return options.transport != Transport::kTcp &&
+         machine.shared_memory < densest(options, ranks) * kSharedMemoryPerRank;
+}
+
 std::vector<std::string> mpirun_command(const LaunchOptions& options, const Machine& machine,
                                         int ranks, const std::string& host_file,
                                         const Environment& environment, const Environment& job) {
@@ -89,9 +96,13 @@ std::vector<std::string> mpirun_command(const LaunchOptions& options, const Mach
   const auto parameter = [&](const std::string& name, const std::string& value) {
     append(command, {"--mca", name, value});
   };
-  if (options.transport != Transport::kAuto) {
+  // MPI's TCP listens on every interface, without a token: where ranks share a machine they do
+  // without. (mpirun's own channel listens there, too, and has no parameter for that.)
+  const bool shares = options.transport == Transport::kShared ||
+                      (options.transport == Transport::kAuto && options.hosts.size() <= 1);
+  if (shares || options.transport == Transport::kTcp) {
     parameter("pml", "ob1");  // the others choose their own transport
-    parameter("btl", options.transport == Transport::kTcp ? "tcp,self" : "vader,self");
+    parameter("btl", shares ? "vader,self" : "tcp,self");
   }
   if (!options.interface.empty()) {
     parameter("btl_tcp_if_include", options.interface);
@@ -99,8 +110,9 @@ std::vector<std::string> mpirun_command(const LaunchOptions& options, const Mach
   }
   if (!machine.reads_other_processes) parameter("btl_vader_single_copy_mechanism", "none");
   const int local = densest(options, ranks);
-  if (options.transport != Transport::kTcp &&
-      machine.shared_memory < local * kSharedMemoryPerRank) {
+  if (!machine.segments.empty()) {
+    parameter("btl_vader_backing_directory", machine.segments);
+  } else if (needs_files(options, machine, ranks)) {
     parameter("btl_vader_backing_directory", machine.temporary);
   }
   if (local > machine.cores) parameter("mpi_yield_when_idle", "1");
@@ -147,6 +159,11 @@ Machine this_machine(const Environment& environment) {
   machine.in_slurm = environment.find("SLURM_JOB_ID") != environment.end() &&
                      !find_program("srun", environment).empty();
   return machine;
+}
+
+std::string segments_parent(const LaunchOptions& options, const Machine& machine, int ranks) {
+  if (options.transport == Transport::kTcp || !options.hosts.empty()) return "";
+  return needs_files(options, machine, ranks) ? machine.temporary : "/dev/shm";
 }
 
 Manager choose_manager(const LaunchOptions& options, const Machine& machine, int ranks) {

@@ -19,9 +19,13 @@ struct Machine {
   int64_t shared_memory = 0;          // bytes free under /dev/shm
   bool reads_other_processes = true;  // process_vm_readv between siblings: containers forbid it
   std::string temporary = "/tmp";
-  bool in_slurm = false;  // inside an allocation, from which srun can start steps
+  std::string segments = {};  // folder for what ranks share; empty: MPI's own place
+  bool in_slurm = false;      // inside an allocation, from which srun can start steps
 };
 Machine this_machine(const Environment& environment);
+
+// Where a folder for what ranks share belongs; empty: MPI finds places itself, as on several hosts.
+std::string segments_parent(const LaunchOptions& options, const Machine& machine, int ranks);
 
 // ConfigError where none of them can do it: several ranks without MPI.
 Manager choose_manager(const LaunchOptions& options, const Machine& machine, int ranks);

@@ -25,6 +25,7 @@
 #include <unistd.h>
 
 #include <tessera/accelerate/launch/process.h>
+#include <tessera/accelerate/launch/segment_folder.h>
 #include <tessera/core/error.h>
 #include <tessera/core/plain_text.h>
 #include <tessera/core/thread.h>
@@ -518,6 +519,10 @@ void Attempt::take(const StoreEntry& entry) {
     failure.message = "lost its agent (killed, or its machine is gone)";
     record_.failed(failure, now());
     record_.exited(rank, lost, now());
+    if (ready_ < facts_.size() && !refused_) {  // the others would wait for it
+      say("cannot start: the agent of rank " + std::to_string(rank) + " is gone");
+      refused_ = true;
+    }
   }
 }
 
@@ -675,7 +680,11 @@ int run_launcher(const LaunchOptions& given) {
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);  // see kill_orphans()
   const std::vector<pid_t> children_before = children();
   const Environment environment = distributed::process_environment();
-  const Machine machine = this_machine(environment);
+  Machine machine = this_machine(environment);
+  const std::string parent = segments_parent(given, machine, given.ranks);
+  remove_left_segments(parent);
+  const SegmentFolder segments(given.ranks > 1 ? parent : "");
+  machine.segments = segments.path();
   LaunchOptions options = given;
   for (int number = 0;; ++number) {
     if (number > 0 && !options.host_file.empty()) options.hosts = read_host_file(options.host_file);

@@ -279,14 +279,8 @@ Manifest join_records(const std::string& folder, int ranks) {
   return manifest;
 }
 
-// Files that hooks have put there.
-void add_other_files(const std::string& folder, int ranks, Manifest& manifest) {
-  const auto is_record = [&](const std::string& name) {
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (name == record_name(rank)) return true;
-    }
-    return false;
-  };
+// The ranks' records, and files that hooks have put there.
+void add_other_files(const std::string& folder, Manifest& manifest) {
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {
     const std::string path = entry.path().string();
     if (entry.is_directory()) {
@@ -294,7 +288,7 @@ void add_other_files(const std::string& folder, int ranks, Manifest& manifest) {
       continue;
     }
     const std::string name = fs::relative(entry.path(), folder).string();
-    if (manifest.files.contains(name) || is_record(name)) continue;
+    if (manifest.files.contains(name)) continue;
     TS_CHECK(entry.is_regular_file() && name != kManifestName, kCheckpointCommit, "'", path,
              "' must be a regular file under another name to be part of a checkpoint; a hook has ",
              "put it there.");
@@ -352,7 +346,7 @@ struct CheckpointSaver::State {
         if (rank != 0) return;
         Manifest manifest = join_records(temporary, ranks);
         manifest.metadata = options.metadata;
-        add_other_files(temporary, ranks, manifest);
+        add_other_files(temporary, manifest);
         write_file_atomically((fs::path(temporary) / kManifestName).string(),
                               manifest_text(manifest));
         reach(SaveStage::kManifestWritten);

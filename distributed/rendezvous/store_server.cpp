@@ -27,6 +27,7 @@ struct Connection {
   std::string in;
   std::string out;
   bool greeted = false;
+  Clock::time_point since = Clock::now();
   bool broken = false;
   std::optional<StoreEntry> will;
   std::string waiting;  // a kWait or kWatch request without an answer yet
@@ -72,13 +73,17 @@ struct TcpStoreServer::Loop {
     Clock::time_point next = now + std::chrono::hours(1);
     std::vector<pollfd> entries;
     entries.push_back({wake.get(), POLLIN, 0});
-    const bool accepting = now >= accept_after;
+    const bool crowded = strangers() >= wire::kMostStrangers;
+    const bool accepting = now >= accept_after && !crowded;
     entries.push_back({accepting ? listener.get() : -1, POLLIN, 0});
-    if (!accepting) next = std::min(next, accept_after);
+    if (now < accept_after) next = std::min(next, accept_after);
     for (const Connection& connection : connections) {
       const short write = connection.out.empty() ? 0 : POLLOUT;
       entries.push_back({connection.socket.get(), static_cast<short>(POLLIN | write), 0});
       if (!connection.waiting.empty()) next = std::min(next, connection.deadline);
+      if (!connection.greeted) {
+        next = std::min(next, connection.since + (crowded ? wire::kHaste : wire::kGreetingTime));
+      }
     }
     const auto left = std::chrono::ceil<Milliseconds>(next - now).count();
     ::poll(entries.data(), entries.size(), static_cast<int>(std::max<int64_t>(left, 0)));
@@ -91,11 +96,24 @@ struct TcpStoreServer::Loop {
     for (Connection& connection : connections) {
       if (entries[at++].revents != 0) receive(connection);
     }
+    dismiss_strangers();
     if (entries[1].revents != 0) accept_all();
   }
 
+  size_t strangers() const {
+    return static_cast<size_t>(std::ranges::count(connections, false, &Connection::greeted));
+  }
+  void dismiss_strangers() {
+    const Clock::time_point now = Clock::now();
+    const bool crowded = strangers() >= wire::kMostStrangers;
+    for (Connection& connection : connections) {
+      const auto time = crowded ? wire::kHaste : wire::kGreetingTime;
+      if (!connection.greeted && now >= connection.since + time) connection.broken = true;
+    }
+  }
+
   void accept_all() {
-    while (true) {
+    for (size_t known = strangers(); known < wire::kMostStrangers; ++known) {
       const int fd = ::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
       if (fd < 0) {
         // Out of descriptors the listener stays readable: look again a little later.

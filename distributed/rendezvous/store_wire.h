@@ -3,6 +3,7 @@
 // little-endian, strings are a u32 size and bytes.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -10,7 +11,11 @@
 namespace tessera::distributed::wire {
 
 constexpr std::string_view kMagic = "tessera store 1";
-constexpr size_t kGreetingLimit = 4096;     // of a client that did not show the token yet
+constexpr size_t kGreetingLimit = 4096;  // of a client that did not show the token yet
+// So many clients may be without a greeting at a time. Ours greet at once: who has not after
+// kHaste makes room where others wait, and after kGreetingTime goes in any case.
+constexpr size_t kMostStrangers = 128;
+constexpr std::chrono::milliseconds kHaste{1000}, kGreetingTime{10000};
 constexpr size_t kMessageLimit = 1u << 28;  // 256 MiB
 
 enum class Command : uint8_t {

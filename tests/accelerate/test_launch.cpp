@@ -238,7 +238,18 @@ TEST(CommandLine, MpirunOnOneMachine) {
   EXPECT_EQ(
       line_for(Manager::kMpirun, {{"ranks", "2"}}),
       "/usr/bin/mpirun -n 2 --enable-recovery --oversubscribe --bind-to none "
-      "-x TESSERA_STORE /opt/tessera agent -- train --lr 0.1");
+      "--mca pml ob1 --mca btl vader,self -x TESSERA_STORE /opt/tessera agent -- train --lr 0.1");
+}
+
+// MPI's TCP listens on every interface: only ranks of several machines need it.
+TEST(CommandLine, RanksOfOneMachineListenOnNothing) {
+  const TextFile one("a slots=4\n"), two("a\nb\n");
+  const std::string within = "--mca btl vader,self";
+  EXPECT_TRUE(mentions(line_for(Manager::kMpirun, {{"ranks", "2"}}), within));
+  EXPECT_TRUE(mentions(line_for(Manager::kMpirun, {{"hostfile", one.path()}}), within));
+  EXPECT_FALSE(mentions(line_for(Manager::kMpirun, {{"hostfile", two.path()}}), "--mca btl "));
+  EXPECT_TRUE(mentions(line_for(Manager::kMpirun, {{"ranks", "2"}, {"transport", "tcp"}}),
+                       "--mca btl tcp,self"));
 }
 
 TEST(CommandLine, MpirunOverTcpOnTwoHosts) {

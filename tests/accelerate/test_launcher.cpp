@@ -6,6 +6,7 @@
 #include <set>
 
 #include "finished_process.h"
+#include "message_of.h"
 
 namespace tessera::test_launcher {
 namespace {
@@ -290,6 +291,52 @@ TEST(Launcher, WhatRanBesideItBeforeIsLeftAlone) {
   const std::string service = folder.read("service");
   EXPECT_FALSE(is_gone(service));
   ::kill(std::stoi(service), SIGKILL);
+}
+
+// What ranks share lies in a folder of the launcher's, which does not outlive a killed mpirun, nor
+// for long a killed launcher.
+TEST(Launcher, KilledJobsLeaveNoSharedMemoryBehind) {
+  SKIP_WITHOUT_MPI();
+  TestFolder folder;
+  const std::string script = "echo $OMPI_MCA_btl_vader_backing_directory > " +
+                             folder.path("place") + "$TESSERA_RANK.new; mv " +
+                             folder.path("place") + "$TESSERA_RANK.new " + folder.path("place") +
+                             "$TESSERA_RANK; cut -d' ' -f4 /proc/$PPID/stat > " +
+                             folder.path("mpirun") +
+                             "; touch $OMPI_MCA_btl_vader_backing_directory/segment; echo ready; " +
+                             "exec sleep " + kHours;
+  for (const std::string victim : {"mpirun", "launcher"}) {
+    bool sent = false;
+    const FinishedProcess job = launch_script(
+        {"-n", "2", "--grace", "0.1"}, script, {}, [&](pid_t pid, const std::string& output) {
+          if (sent || lines_of(output).size() < 2) return;
+          sent = true;
+          ::kill(victim == "mpirun" ? std::stoi(folder.read("mpirun")) : pid, SIGKILL);
+        });
+    EXPECT_NE(job.code(), 0) << job;
+    std::string place = folder.read("place0");
+    place.pop_back();
+    EXPECT_TRUE(mentions(place, "tessera-segments-")) << place;
+    EXPECT_EQ(std::filesystem::exists(place), victim == "launcher") << place;
+    EXPECT_EQ(launch_script({"-n", "2"}, "true").code(), 0);
+    EXPECT_FALSE(std::filesystem::exists(place)) << place;
+  }
+}
+
+// The others would wait for it as long as for one that is slow to come.
+TEST(Launcher, AnAgentThatIsKilledBeforeTheStartEndsIt) {
+  TestFolder folder;
+  folder.write("mpirun",
+               "#!/bin/sh\nfor word; do case $word in */tessera) break;; esac; shift; done\n"
+               "export OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 "
+               "OMPI_COMM_WORLD_LOCAL_SIZE=2\n\"$@\" &\nsleep 1; kill -9 $!; exec sleep " +
+                   std::string(kHours) + "\n",
+               true);
+  const FinishedProcess job =
+      launch_script({"-n", "2", "--grace", kHours, "--start-timeout", kHours}, "true",
+                    {{"PATH", folder.path("") + ":/usr/bin:/bin"}});
+  EXPECT_EQ(job.code(), 1) << job;
+  EXPECT_TRUE(job.complained("cannot start: the agent of rank 0 is gone")) << job;
 }
 
 // What waits for its start is not to be waited for.

@@ -385,6 +385,25 @@ TEST(TcpStore, AGreetingLongerThanAnyOfOursEndsTheConnectionBeforeItIsRead) {
   EXPECT_EQ(receive_exact(socket.get(), &answer, 1, Clock::now() + kLong), Transfer::kClosed);
 }
 
+// Nor may many of them keep others out.
+TEST(TcpStore, ClientsThatNeverGreetMakeRoomForThoseThatDo) {
+  TcpStoreServer server({"127.0.0.1", 0, "secret"});
+  const auto before = TcpStore::connect(address_of(server), kLong);
+  std::vector<FileDescriptor> silent;
+  for (size_t i = 0; i < 2 * wire::kMostStrangers; ++i) {
+    silent.push_back(try_connect("127.0.0.1", server.port(), Clock::now() + kLong));
+    ASSERT_TRUE(silent.back());
+  }
+  before->set("key", "value");
+  const auto after = TcpStore::connect(address_of(server), kLong);
+  EXPECT_EQ(after->get("key"), "value");
+  // All of them go, without a word of theirs.
+  for (const FileDescriptor& socket : silent) {
+    char answer;
+    EXPECT_EQ(receive_exact(socket.get(), &answer, 1, Clock::now() + kLong), Transfer::kClosed);
+  }
+}
+
 // The time that is asked for is that of all ranks together.
 TEST(Watchdogs, SeveralSilentRanksCostOneTimeout) {
   struct Recorder : MemoryStore {
