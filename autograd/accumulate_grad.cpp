@@ -80,11 +80,15 @@ bool is_replaced(const Tensor& leaf) {
   return slot != nullptr && slot->replaced;
 }
 
-bool run_leaf_hooks(const Tensor& leaf) {
+bool has_leaf_hooks(const Tensor& leaf) {
   const AutogradSlot* slot = autograd_slot(leaf);
-  if (slot == nullptr || !leaf.grad().defined()) return false;
-  const auto empty = [](const auto& hooks) { return hooks == nullptr || hooks->empty(); };
-  if (empty(slot->leaf_hooks) && empty(slot->post_accumulate_hooks)) return false;
+  const auto any = [](const auto& hooks) { return hooks != nullptr && !hooks->empty(); };
+  return slot != nullptr && (any(slot->leaf_hooks) || any(slot->post_accumulate_hooks));
+}
+
+bool run_leaf_hooks(const Tensor& leaf) {
+  if (!leaf.grad().defined() || !has_leaf_hooks(leaf)) return false;
+  const AutogradSlot* slot = autograd_slot(leaf);
   const NoGradGuard no_grad;
   if (slot->leaf_hooks != nullptr) {
     const GradHooks hooks = *slot->leaf_hooks;  // a hook may remove itself

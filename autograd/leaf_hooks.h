@@ -20,5 +20,6 @@ bool is_replaced(const Tensor& leaf);
 // tensor of its elements, into which a defined result is copied, then those of
 // register_post_accumulate_hook(). False where there are none.
 bool run_leaf_hooks(const Tensor& leaf);
+bool has_leaf_hooks(const Tensor& leaf);
 
 }  // namespace tessera

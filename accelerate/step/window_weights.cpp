@@ -128,7 +128,8 @@ void WindowWeights::begin_sum(ModelRecord& record, const Tensor& loss, bool at_o
   const auto has_gradient = [](const NamedTensor& named) { return named.tensor.grad().defined(); };
   if (std::ranges::none_of(record.parameters, has_gradient)) return;
   if (!record.is_reached_by(loss)) return;
-  if (!at_once) {
+  // What hooks of parameters are given is what this window brings.
+  if (!at_once || (record.reduces() && record.parallel->pass().has_hooks_of_parts())) {
     record.kept.take(record.parameters);
   } else if (record.reduces()) {
     record.parallel->pass().keep_gradients();

@@ -188,6 +188,12 @@ void BackwardPass::end() {
   if (whole_sum) run_hooks_of_parts();
 }
 
+bool BackwardPass::has_hooks_of_parts() const {
+  return std::ranges::any_of(params_, [](const ManagedParam& param) {
+    return param.shard.defined() && has_leaf_hooks(param.shard);
+  });
+}
+
 // Last, so that the other ranks wait for nothing where one throws.
 void BackwardPass::run_hooks_of_parts() {
   const UsedParameters used = schedule_->used();

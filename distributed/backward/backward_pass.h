@@ -12,7 +12,8 @@
 // resume_sum() or keep_gradients() what the first is to be.
 //
 // [Note: hooks of parts] Where ranks hold parts, hooks on a parameter run when its gradient has been
-// reduced and divided, with this rank's part: once in each such backward.
+// reduced and divided, with this rank's part: once in each such backward. It holds what was there
+// before, too, where the caller said keep_gradients().
 //
 // [Note: clearing] Where ranks hold parts, what backwards without a reduction add up lies with the
 // wholes, and zero_grad() is called for the parts. It clears both, as it does for replicas.
@@ -171,6 +172,8 @@ class BackwardPass {
   // add up. Without it such a backward is refused. With kWeight the ranks agree on the sum of
   // weights here (the plan must be set), so that what lies there can be given its share of it.
   void keep_gradients();
+  // [Note: hooks of parts]: they would see what is kept beside what comes.
+  bool has_hooks_of_parts() const;
   // The caller has written to gradients that were reduced; resume_sum() takes them as they are.
   void accept_written();
   // Ranks that bring gradients to the next reduction; 0: all. (join)
