@@ -6,6 +6,8 @@
 #include <string_view>
 #include <vector>
 
+#include <tessera/core/plain_text.h>
+
 namespace tessera {
 namespace {
 
@@ -28,9 +30,9 @@ struct Mount {
 // "... - cgroup cgroup rw,cpu,cpuacct".
 std::vector<Mount> mounts(const std::string& root) {
   std::vector<Mount> all;
-  std::ifstream file(root + "/proc/self/mountinfo");
+  PlainText<std::ifstream> file(root + "/proc/self/mountinfo");
   for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
+    PlainText<std::istringstream> words(line);
     std::string id, parent, device, word, type, source, options;
     Mount mount;
     words >> id >> parent >> device >> mount.group >> mount.place;
@@ -46,11 +48,11 @@ std::vector<Mount> mounts(const std::string& root) {
 std::optional<double> read_quota(const std::string& folder, bool second) {
   double quota = 0, period = 0;
   if (second) {
-    std::ifstream file(folder + "/cpu.max");  // "max 100000" is none
+    PlainText<std::ifstream> file(folder + "/cpu.max");  // "max 100000" is none
     if (!(file >> quota >> period)) return {};
   } else {
-    std::ifstream quota_file(folder + "/cpu.cfs_quota_us");  // -1 is none
-    std::ifstream period_file(folder + "/cpu.cfs_period_us");
+    PlainText<std::ifstream> quota_file(folder + "/cpu.cfs_quota_us");  // -1 is none
+    PlainText<std::ifstream> period_file(folder + "/cpu.cfs_period_us");
     if (!(quota_file >> quota) || !(period_file >> period)) return {};
   }
   if (quota <= 0 || period <= 0) return {};
@@ -61,7 +63,7 @@ std::optional<double> read_quota(const std::string& folder, bool second) {
 
 std::optional<double> cpu_quota(const std::string& root) {
   std::optional<double> least;
-  std::ifstream file(root + "/proc/self/cgroup");
+  PlainText<std::ifstream> file(root + "/proc/self/cgroup");
   const std::vector<Mount> places = mounts(root);
   for (std::string line; std::getline(file, line);) {  // "0::/a/b", "4:cpu,cpuacct:/a/b"
     const size_t first = line.find(':'), next = line.find(':', first + 1);

@@ -19,7 +19,7 @@ struct Free {
   void operator()(auto* pointer) const { free(pointer); }
 };
 using Code = std::unique_ptr<pcre2_code, Free<pcre2_code_free>>;
-using Context = std::unique_ptr<pcre2_compile_context, Free<pcre2_compile_context_free>>;
+using CompileContext = std::unique_ptr<pcre2_compile_context, Free<pcre2_compile_context_free>>;
 using MatchContext = std::unique_ptr<pcre2_match_context, Free<pcre2_match_context_free>>;
 using MatchData = std::unique_ptr<pcre2_match_data, Free<pcre2_match_data_free>>;
 
@@ -56,7 +56,7 @@ Regex::Regex(std::string_view pattern, std::string name) : compiled_(std::make_u
   Compiled& made = *compiled_;
   made.name = std::move(name);
   made.pattern = pattern;
-  const Context context(pcre2_compile_context_create(nullptr));
+  const CompileContext context(pcre2_compile_context_create(nullptr));
   pcre2_set_max_pattern_length(context.get(), kMostPatternBytes);
   pcre2_set_parens_nest_limit(context.get(), kMostParentheses);
   int error = 0;

@@ -29,7 +29,7 @@ std::optional<std::string> first_difference(const Tensor& a, const Tensor& b, DT
     rest /= a.size(d);
   }
   const auto at = [&](const Tensor& values) { return values.select(0, element).item(); };
-  return detail::concatenate("at ", index, ": ", at(x), " and ", at(y));
+  return tessera::detail::concatenate("at ", index, ": ", at(x), " and ", at(y));
 }
 
 }  // namespace tessera::nn

@@ -12,6 +12,7 @@
 #include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/accelerate/settings/letter_case.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera::cli {
 namespace {
@@ -216,7 +217,7 @@ constexpr const char* kFromAccelerate = "from accelerate launch";
 // Most are hidden in --help: who does not know them needs none of them.
 void add_habits(CLI::App& app, LaunchFlags& flags) {
   for (const Habit& habit : kHabits) {
-    std::istringstream names(habit.names);
+    PlainText<std::istringstream> names(habit.names);
     for (std::string name; std::getline(names, name, ',');) {
       const auto take = [&habit, name](const CLI::results_t& words) {
         const std::string value = habit.has_value && !words.empty() ? words.back() : "";

@@ -228,7 +228,7 @@ class OutputRelay {
     lines_.emplace_back(std::move(manager_error), STDERR_FILENO, "", is_noise);
     lines_.emplace_back(std::move(out_), STDOUT_FILENO, "");
     lines_.emplace_back(std::move(error_), STDERR_FILENO, "");
-    thread_ = std::thread([this] { run(); });
+    thread_ = Thread([this] { run(); });
   }
   // What was written before the manager's end is written on; its orphans may hold the pipes open.
   ~OutputRelay() {

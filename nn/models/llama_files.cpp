@@ -13,7 +13,7 @@ namespace tessera::nn::models {
 
 using Json = nlohmann::json;
 
-constexpr const char* kTable = "model.embed_tokens.weight";
+constexpr const char* kTokenTable = "model.embed_tokens.weight";
 
 namespace {
 
@@ -114,11 +114,11 @@ static void check_sizes(const LlamaConfig& config, const StateDict& weights,
 std::unique_ptr<Llama> Llama::from_pretrained(const std::string& folder) {
   LlamaConfig config = LlamaConfig::read((std::filesystem::path(folder) / "config.json").string());
   const StateDict weights = tessera::load_weights(folder);
-  config.tied = is_head_tied(config.tied, weights, kTable, folder);
+  config.tied = is_head_tied(config.tied, weights, kTokenTable, folder);
   StateDict state;
   for (const auto& [name, tensor] : weights) {
-    if (config.tied && name == kHead && weights.contains(kTable)) continue;  // the same twice
-    if (name.ends_with("rotary_emb.inv_freq")) continue;                     // of old checkpoints
+    if (config.tied && name == kHead && weights.contains(kTokenTable)) continue;  // the same twice
+    if (name.ends_with("rotary_emb.inv_freq")) continue;  // of old checkpoints
     state.set(name, tensor);
   }
   check_sizes(config, state, folder);
@@ -139,7 +139,7 @@ void Llama::save_pretrained(const std::string& folder, const std::string& max_sh
   const StateDict weights = state_dict();
   save_weights(weights, folder, {.max_shard_size = max_shard_size});
   LlamaConfig written = config;
-  written.tied = config.tied && !own_head(weights, kTable);  // merging an adapter unties
+  written.tied = config.tied && !own_head(weights, kTokenTable);  // merging an adapter unties
   written.write((std::filesystem::path(folder) / "config.json").string(),
                 model.embed_tokens.weight.dtype());
 }

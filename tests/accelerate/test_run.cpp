@@ -5,6 +5,7 @@
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/process/run.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/core/error.h>
 
 namespace tessera::test_run {

@@ -38,8 +38,8 @@ class Draw {
 Setup draw_setup(Draw& draw) {
   Setup setup;
   setup.ranks = draw.one_of<int64_t>({1, 2, 2, 2, 3, 4});
-  setup.sharding = draw.one_of({Sharding::kDdp, Sharding::kZero1, Sharding::kZero2,
-                                Sharding::kZero3, Sharding::kFsdp});
+  setup.sharding = draw.one_of(
+      {Sharding::kDdp, Sharding::kZero1, Sharding::kZero2, Sharding::kZero3, Sharding::kFsdp});
   if (setup.ranks == 4 && setup.sharding == Sharding::kFsdp && draw.one_in(2)) setup.replicas = 2;
   setup.accumulate = draw.one_of<int64_t>({1, 1, 2, 3});
   return setup;
@@ -48,8 +48,9 @@ Setup draw_setup(Draw& draw) {
 constexpr std::array<std::string_view, 4> kNumbers = {"f64", "f32", "bf16", "fp16"};
 constexpr std::array<std::string_view, 3> kPolicies = {"autocast", "boundary", "pure"};
 constexpr std::array<std::string_view, 3> kWeights = {"equal", "unequal", "some_zero"};
-constexpr std::array<std::string_view, 10> kOptimizers = {
-    "sgd", "momentum", "adamw", "adam", "rmsprop", "adagrad", "lion", "adamax", "nadam", "adadelta"};
+constexpr std::array<std::string_view, 10> kOptimizers = {"sgd",     "momentum", "adamw", "adam",
+                                                          "rmsprop", "adagrad",  "lion",  "adamax",
+                                                          "nadam",   "adadelta"};
 constexpr std::array<std::string_view, 4> kSchedules = {"none", "cosine", "step", "warmup"};
 constexpr std::array<std::string_view, 5> kShardings = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
 
@@ -155,8 +156,8 @@ Composition draw(uint64_t seed) {
   if (draw.one_in(3)) one.resume_at = 1 + draw.below(one.windows - 1);
   one.numbers = draw.one_of({Numbers::kF64, Numbers::kF64, Numbers::kF64, Numbers::kF32,
                              Numbers::kBF16, Numbers::kFP16, Numbers::kFP16});
-  one.policy = draw.one_of(
-      {PrecisionPolicy::kAutocast, PrecisionPolicy::kBoundary, PrecisionPolicy::kPure});
+  one.policy =
+      draw.one_of({PrecisionPolicy::kAutocast, PrecisionPolicy::kBoundary, PrecisionPolicy::kPure});
   if (draw.one_in(2)) one.overflow_at = draw.below(one.windows);
   one.weights = draw.one_of({Weights::kEqual, Weights::kUnequal, Weights::kSomeZero});
   if (draw.one_in(6)) one.weightless = draw.below(one.windows);

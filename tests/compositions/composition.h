@@ -57,9 +57,9 @@ struct Composition {
   bool adapters = false;
   bool recompute = false;
   bool hooks = false;
-  int64_t left_out = -1;        // no step in this window
+  int64_t left_out = -1;         // no step in this window
   bool keeps_gradients = false;  // nor is anything cleared
-  int64_t short_window = -1;    // one micro-batch on each rank
+  int64_t short_window = -1;     // one micro-batch on each rank
   friend bool operator==(const Composition&, const Composition&) = default;
 
   const Setup& setup_at(int64_t window) const {

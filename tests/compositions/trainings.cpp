@@ -74,8 +74,7 @@ struct Training {
 
 void make_model(Training& training, const Composition& one) {
   manual_seed(one.seed);
-  const nn::ParameterDefaultsGuard numbers(
-      {.dtype = one.numbers == Numbers::kF64 ? kF64 : kF32});
+  const nn::ParameterDefaultsGuard numbers({.dtype = one.numbers == Numbers::kF64 ? kF64 : kF32});
   training.subject = make_subject();
   nn::ModuleBase& model = training.subject->model();
   if (one.adapters) {
@@ -83,7 +82,8 @@ void make_model(Training& training, const Composition& one) {
     const NoGradGuard no_grad;  // B begins as zeros: let all have gradients from the start
     for (const auto& [name, tensor] : nn::trainable_parameters(model)) {
       if (name.find("lora_B") == std::string::npos) continue;
-      Tensor(tensor).copy_(rand(tensor.shape(), {.dtype = tensor.dtype()}, RandomStream{5, 0}) * 0.1);
+      Tensor(tensor).copy_(rand(tensor.shape(), {.dtype = tensor.dtype()}, RandomStream{5, 0}) *
+                           0.1);
     }
   }
   const std::vector<std::string> parts = training.subject->parts();
@@ -125,8 +125,9 @@ std::unique_ptr<optim::Optimizer> make(const NamedTensors& parameters, bool grou
   others.lr = kOtherRate;
   others.weight_decay = kDecay;
   return std::make_unique<Optimizer>(
-      std::vector<optim::ParameterGroup<typename Optimizer::Options>>{{NamedTensors(parameters.begin(), middle), options},
-                                             {NamedTensors(middle, parameters.end()), others}});
+      std::vector<optim::ParameterGroup<typename Optimizer::Options>>{
+          {NamedTensors(parameters.begin(), middle), options},
+          {NamedTensors(middle, parameters.end()), others}});
 }
 
 void make_optimizer(Training& training, const Composition& one) {
@@ -298,8 +299,7 @@ void train_windows(const Composition& one, int64_t begin, int64_t end, int rank,
   accelerator.prepare(*training.optimizer);
   if (training.schedule) accelerator.prepare(*training.schedule);
   if (one.ema) {
-    training.average =
-        std::make_unique<optim::EMA>(trained(training, one), optim::EMAOptions{0.9});
+    training.average = std::make_unique<optim::EMA>(trained(training, one), optim::EMAOptions{0.9});
     accelerator.register_for_checkpointing(*training.average);
   }
   if (begin > 0) accelerator.load_state(folder);
@@ -384,9 +384,9 @@ Outcome train_by_facade(const Composition& one, const std::string& folder) {
 namespace {
 
 struct Bounds {
-  double loss, norm;    // relative
-  double way;           // of the way that the tensor's elements went
-  double stored = 0;    // of the values: what is stored in 16 bits
+  double loss, norm;  // relative
+  double way;         // of the way that the tensor's elements went
+  double stored = 0;  // of the values: what is stored in 16 bits
 };
 // Sums have another order: an epsilon, which windows and optimizers' quotients make greater. Losses
 // of 16 bits have that epsilon themselves.
@@ -427,8 +427,9 @@ std::string difference(const Composition& one, const Outcome& facade, const Outc
   for (const auto& [window, skips] : plain.skipped) {
     if (window != one.left_out && facade.skipped.contains(window) &&
         facade.skipped.at(window) != skips) {
-      out << "window " << window << (skips ? ": stepped, though left out is right\n"
-                                           : ": left out, though a step is right\n");
+      out << "window " << window
+          << (skips ? ": stepped, though left out is right\n"
+                    : ": left out, though a step is right\n");
     }
   }
   compare("norm of window", facade.norms, plain.norms, bounds.norm);

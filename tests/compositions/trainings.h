@@ -27,7 +27,6 @@ Outcome train_plainly(const Composition& composition);
 Outcome train_by_facade(const Composition& composition, const std::string& folder);
 
 // Empty where they agree, within bounds that follow from the numbers' epsilon.
-std::string difference(const Composition& composition, const Outcome& facade,
-                       const Outcome& plain);
+std::string difference(const Composition& composition, const Outcome& facade, const Outcome& plain);
 
 }  // namespace tessera::compositions

@@ -57,8 +57,9 @@ class WordsSubject : public Subject {
     const auto kept = static_cast<size_t>(share * static_cast<double>(targets.size()) + 0.5);
     for (size_t i = kept; i < targets.size(); ++i) targets[i] = kIgnored;
     const Tensor logits = model_(raw::narrow(tokens, 1, 0, kLength)).reshape({-1, kWords});
-    const Tensor sum = cross_entropy(logits, tensor(std::span<const int64_t>(targets), {static_cast<int64_t>(targets.size())}),
-                                     {.ignore_index = kIgnored, .reduction = Reduction::kSum});
+    const Tensor sum = cross_entropy(
+        logits, tensor(std::span<const int64_t>(targets), {static_cast<int64_t>(targets.size())}),
+        {.ignore_index = kIgnored, .reduction = Reduction::kSum});
     return {sum / static_cast<double>(std::max<size_t>(kept, 1)), static_cast<double>(kept)};
   }
   std::vector<std::string> parts() override {

@@ -23,7 +23,7 @@ using nlohmann::json;
 
 const char* data_folder() { return std::getenv("TESSERA_DATA_DIR"); }
 
-#define REQUIRE_DATA()                                                                  \
+#define REQUIRE_VOCABULARIES()                                                          \
   if (data_folder() == nullptr) {                                                       \
     GTEST_SKIP() << "TESSERA_DATA_DIR is not set: no vocabularies and vectors to read"; \
   }
@@ -84,7 +84,7 @@ std::vector<Case> read_llamacpp(const std::string& name) {
 }
 
 TEST(Gpt2, ReproducesTheVectorsOfTransformersJs) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const json cases = json::parse(read_text(data_path("vectors/transformersjs-gpt2.json")));
   ASSERT_EQ(cases.size(), 26u);
   for (const json& c : cases) {
@@ -98,7 +98,7 @@ TEST(Gpt2, ReproducesTheVectorsOfTransformersJs) {
 }
 
 TEST(Gpt2, ReproducesTheVectorsOfLlamaCpp) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const std::vector<Case> cases = read_llamacpp("llamacpp-gpt2");
   ASSERT_EQ(cases.size(), 46u);
   for (const Case& c : cases) {
@@ -108,7 +108,7 @@ TEST(Gpt2, ReproducesTheVectorsOfLlamaCpp) {
 }
 
 TEST(Gpt2, ReproducesTheTestPlansOfGptTokenizer) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const std::string plans = read_text(data_path("vectors/gpt-tokenizer-testplans.txt"));
   constexpr std::string_view kName = "EncodingName: ", kSample = "\nSample: ",
                              kEncoded = "\nEncoded: [";
@@ -135,7 +135,7 @@ TEST(Gpt2, ReproducesTheTestPlansOfGptTokenizer) {
 }
 
 TEST(Gpt2, ReproducesThePromptsOfGgml) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const std::string prompts = read_text(data_path("vectors/ggml-gpt2-prompts.txt"));
   const std::vector<std::string_view> lines = split_lines(prompts);
   ASSERT_EQ(lines.size(), 100u);
@@ -150,7 +150,7 @@ TEST(Gpt2, ReproducesThePromptsOfGgml) {
 }
 
 TEST(Gpt2, WholeFilesHaveThePublishedTokenCountsAndComeBack) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const std::pair<const char*, size_t> files[] = {
       {"text/tinyshakespeare.txt", 338025},     {"text/war-and-peace.txt", 921558},
       {"text/wikitext2-raw-valid.txt", 249887}, {"text/wikitext2-raw-test.txt", 286221},
@@ -169,7 +169,7 @@ TEST(Gpt2, WholeFilesHaveThePublishedTokenCountsAndComeBack) {
 }
 
 TEST(Gpt2, LongWordsGiveTheSameIdsAsTheSameWordInAShortOne) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   // 47 and 49 bytes take different merge algorithms; a text of many such words must agree with the
   // concatenation of what a plain quadratic search finds.
   std::mt19937 random(7);
@@ -201,7 +201,7 @@ TEST(Gpt2, LongWordsGiveTheSameIdsAsTheSameWordInAShortOne) {
 }
 
 TEST(Gpt2, AMegabyteWithoutSpacesIsNotQuadratic) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const std::string text(1 << 20, 'a');
   EXPECT_EQ(gpt2().decode(gpt2().encode(text)), text);
   std::string mixed;
@@ -211,7 +211,7 @@ TEST(Gpt2, AMegabyteWithoutSpacesIsNotQuadratic) {
 }
 
 TEST(Gpt2, AnyBytesComeBack) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   std::mt19937 random(3);
   for (int trial = 0; trial < 500; ++trial) {
     std::string bytes;
@@ -244,7 +244,7 @@ TEST(Gpt2, CutsTextAsThePatternSays) {
 }
 
 TEST(Gpt2, SpecialTokensAreTextUnlessAskedFor) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const auto parsing = BpeTokenizer::from_files(
       data_path("gpt2/encoder.json"), data_path("gpt2/vocab.bpe"), {.parse_special_tokens = true});
   const std::string text = "a<|endoftext|> b<|endoftext|>";
@@ -258,7 +258,7 @@ TEST(Gpt2, SpecialTokensAreTextUnlessAskedFor) {
 }
 
 TEST(Gpt2, AStreamOfTokensPrintsWholeCharactersOnly) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const std::string text = "na\xC3\xAFve \xF0\x9F\x8C\x8D\xE7\x94\x9F\xE6\xB4\xBB";
   Utf8Stream stream;
   std::string printed;
@@ -272,7 +272,7 @@ TEST(Gpt2, AStreamOfTokensPrintsWholeCharactersOnly) {
 }
 
 TEST(Gpt2, DecodingHalfACharacterGivesItsBytesOrAReplacement) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const Ids ids = gpt2().encode("\xF0\x9F\x8C\x8D");
   const Ids half(ids.begin(), ids.end() - 1);
   EXPECT_TRUE(std::string("\xF0\x9F\x8C\x8D").starts_with(gpt2().decode(half)));
@@ -280,7 +280,7 @@ TEST(Gpt2, DecodingHalfACharacterGivesItsBytesOrAReplacement) {
 }
 
 TEST(Gpt2, IdsOutsideTheVocabularyAreRefused) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   EXPECT_THROW(gpt2().decode(Ids{50257}), IndexError);
   EXPECT_THROW(gpt2().decode(Ids{-1}), IndexError);
   EXPECT_THROW(gpt2().token_bytes(50257), IndexError);
@@ -448,7 +448,7 @@ TEST(BpeFiles, RememberedWordsThatDifferInTheirLastByteDiffer) {
 }
 
 TEST(Bert, ReproducesTheVectorsOfTransformersJs) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const json cases = json::parse(read_text(data_path("vectors/transformersjs-bert-uncased.json")));
   ASSERT_EQ(cases.size(), 30u);
   for (const json& c : cases) {
@@ -469,14 +469,14 @@ TEST(Bert, ReproducesTheVectorsOfTransformersJs) {
 }
 
 TEST(Bert, ReproducesTheVectorsOfLlamaCpp) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const std::vector<Case> cases = read_llamacpp("llamacpp-bert");
   ASSERT_EQ(cases.size(), 46u);
   for (const Case& c : cases) EXPECT_EQ(bert().encode(c.text), c.ids) << c.text;
 }
 
 TEST(Bert, PairsHaveTypesAndAMask) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const Encoding pair = bert().encode_pair("hello there", "world", {.pad_to = 8});
   EXPECT_EQ(pair.ids, (Ids{101, 7592, 2045, 102, 2088, 102, 0, 0}));
   EXPECT_EQ(pair.type_ids, (Ids{0, 0, 0, 0, 1, 1, 0, 0}));
@@ -484,7 +484,7 @@ TEST(Bert, PairsHaveTypesAndAMask) {
 }
 
 TEST(Bert, TruncationTakesFromTheLongerText) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const std::string five = "one two three four five", two = "six seven";
   const auto lengths = [&](const std::string& a, const std::string& b, int64_t limit) {
     const Encoding e = bert().encode_pair(a, b, {.max_length = limit});
@@ -505,7 +505,7 @@ TEST(Bert, TruncationTakesFromTheLongerText) {
 }
 
 TEST(Bert, ABatchIsPaddedToItsLongestSequence) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const std::vector<std::string> texts = {"hello", "hello there world"};
   const EncodingBatch batch = bert().encode_batch(texts);
   EXPECT_EQ(batch.ids.shape(), (Shape{2, 5}));
@@ -518,7 +518,7 @@ TEST(Bert, ABatchIsPaddedToItsLongestSequence) {
 }
 
 TEST(Bert, SpecialTokensAndDecodingOptions) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   const auto parsing =
       WordPieceTokenizer::from_file(data_path("bert/vocab.txt"), {.parse_special_tokens = true});
   EXPECT_EQ(parsing.encode("a [MASK] day"), (Ids{1037, 103, 2154}));
@@ -529,7 +529,7 @@ TEST(Bert, SpecialTokensAndDecodingOptions) {
 }
 
 TEST(Bert, WordsOfMoreThanAHundredCharactersAreUnknown) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   EXPECT_NE(bert().encode(std::string(100, 'a')), Ids{100});
   EXPECT_EQ(bert().encode(std::string(101, 'a')), Ids{100});
   std::string accents;  // 100 characters, 200 bytes before they are lowered to 100
@@ -538,7 +538,7 @@ TEST(Bert, WordsOfMoreThanAHundredCharactersAreUnknown) {
 }
 
 TEST(Bert, AnyBytesAreAccepted) {
-  REQUIRE_DATA();
+  REQUIRE_VOCABULARIES();
   std::mt19937 random(11);
   for (int trial = 0; trial < 500; ++trial) {
     std::string bytes;
