@@ -209,9 +209,9 @@ TEST(EstimateMemory, SizesThatAreTooLargeAreSaidAndNeverNegative) {
   const int64_t most = (int64_t{1} << 31) - 8;
   const FinishedProcess wide = complaint(bert_with({{"hidden_size", most}, {"vocab_size", most}}));
   EXPECT_TRUE(wide.complained("weights")) << wide;
-  const FinishedProcess listed = complaint(nlohmann::json{
-      {"modules", {{{"name", "a"}, {"parameters", {{"w", {most, most, most, most}}}}}}}}
-                                               .dump());
+  const std::string size = std::to_string(most);
+  const FinishedProcess listed = complaint(R"({"modules": [{"name": "a", "parameters": [["w", [)" +
+                                           size + ", " + size + ", " + size + "]]]}]}");
   EXPECT_TRUE(listed.complained("2^50")) << listed;
   const std::string most_tokens = std::to_string(1 << 30);
   const auto rows = estimate({folder.write("b.json", kBertBaseCased), "--dtypes", "f32",
