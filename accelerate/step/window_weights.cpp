@@ -128,8 +128,14 @@ void WindowWeights::begin_sum(ModelRecord& record, const Tensor& loss, bool at_o
   const auto has_gradient = [](const NamedTensor& named) { return named.tensor.grad().defined(); };
   if (std::ranges::none_of(record.parameters, has_gradient)) return;
   if (!record.is_reached_by(loss)) return;
-  // What hooks of parameters are given is what this window brings.
-  if (!at_once || (record.reduces() && record.parallel->pass().has_hooks_of_parts())) {
+  // Hooks of parameters are given what this window brings, and a gradient of what is frozen since is in
+  // no sum of it.
+  const auto is_apart = [](const NamedTensor& named) {
+    return named.tensor.grad().defined() && !named.tensor.requires_grad();
+  };
+  const bool apart = record.reduces() && (record.parallel->pass().has_hooks_of_parts() ||
+                                          std::ranges::any_of(record.parameters, is_apart));
+  if (!at_once || apart) {
     record.kept.take(record.parameters);
   } else if (record.reduces()) {
     record.parallel->pass().keep_gradients();
