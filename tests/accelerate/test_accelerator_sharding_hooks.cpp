@@ -69,13 +69,15 @@ TEST(HooksOfParts, RunWhenTheGradientIsReduced) {
     in_all_ways([&](Sharding sharding, int) {
       Training run(sharding, 2);
       size_t gradients = 0, after = 0;
+      std::vector<HookHandle> handles;  // a hook that holds its parameter is removed
       const auto hang = [&] {
         for (const auto& [name, parameter] : run.model.named_parameters()) {
-          register_hook(parameter, [&gradients, parameter = parameter](const Tensor& gradient) {
-            EXPECT_EQ(gradient.shape(), parameter.grad().shape());
-            gradients += 1;
-            return Tensor();
-          });
+          handles.push_back(
+              register_hook(parameter, [&gradients, parameter = parameter](const Tensor& gradient) {
+                EXPECT_EQ(gradient.shape(), parameter.grad().shape());
+                gradients += 1;
+                return Tensor();
+              }));
           register_post_accumulate_hook(parameter, [&](const Tensor& leaf) {
             EXPECT_TRUE(is_dtensor(leaf) && leaf.grad().defined());
             after += 1;
@@ -92,6 +94,7 @@ TEST(HooksOfParts, RunWhenTheGradientIsReduced) {
         EXPECT_EQ(after, step * count);
         run.step();
       }
+      for (HookHandle& handle : handles) handle.remove();
     });
   }
 }
