@@ -1,3 +1,4 @@
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/settings/yaml_import.h>
 
 #include "driver.h"
