@@ -6,8 +6,8 @@
 #     scripts/first_lane.sh          what differs from origin/main or main, and what is not committed
 #     scripts/first_lane.sh REV      what differs from REV
 #
-# Builds into build/dev with the preset dev, without nvcc, through ccache where it is installed: a warm
-# cache is what makes it quick.
+# Builds into build/first_lane with the preset dev, in batches of files, without nvcc, through ccache where it is
+# installed: a warm cache is what makes it quick.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 start=$SECONDS
@@ -22,9 +22,6 @@ if [[ -z ${TESSERA_DATA_DIR:-} && -d ../shared/data ]]; then
   TESSERA_DATA_DIR=$(realpath ../shared/data)
   export TESSERA_DATA_DIR
 fi
-cmake --preset dev -DBUILD_SHARED_LIBS=ON -DTESSERA_WITH_CUDA=OFF -DCMAKE_CXX_FLAGS_DEBUG=-Og \
-  > build/first_lane_configure.log 2>&1 || { cat build/first_lane_configure.log; exit 1; }
-
 # Tests that were changed, and tests that include a header of a unit that was: file names say it.
 tests=(test_layering test_ops)
 changed=$({ git diff --name-only "$base"; git ls-files --others --exclude-standard; } | sort -u)
@@ -45,7 +42,11 @@ while read -r file; do
 done <<< "$changed"
 mapfile -t tests < <(printf '%s\n' "${tests[@]}" | sort -u)
 printf 'builds the library and %d tests: %s\n' ${#tests[@]} "${tests[*]}"
-cmake --build build/dev --target tessera_accelerate "${tests[@]}"
+files=$(IFS=';'; echo "${tests[*]}")
+cmake --preset dev -B build/first_lane -DBUILD_SHARED_LIBS=ON -DTESSERA_WITH_CUDA=OFF -DTESSERA_EMULATE_GPU=OFF \
+  -DCMAKE_CXX_FLAGS_DEBUG=-Og -DTESSERA_UNITY=ON -DTESSERA_TEST_FILES="$files" > build/first_lane_configure.log 2>&1 ||
+  { cat build/first_lane_configure.log; exit 1; }
+cmake --build build/first_lane --target tessera_accelerate tests/all
 pattern=$(IFS='|'; echo "^(${tests[*]})(_mpi[0-9]+)?$")
-OMP_WAIT_POLICY=passive ctest --test-dir build/dev --output-on-failure --no-tests=error -j 2 -R "$pattern"
+OMP_WAIT_POLICY=passive ctest --test-dir build/first_lane --output-on-failure --no-tests=error -j 2 -R "$pattern"
 printf 'first lane passed in %d s\n' $((SECONDS - start))
