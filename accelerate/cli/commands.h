@@ -41,4 +41,7 @@ void add_agent(CLI::App& app, const std::vector<std::string>& program, int& exit
 // text.
 void add_settings(CLI::App& app, std::map<std::string, std::string>& values);
 
+// What is wrong with a number of bytes ("5GB", "300MiB"); empty: nothing. A check of CLI11.
+std::string byte_size_problem(const std::string& text);
+
 }  // namespace tessera::cli

@@ -184,6 +184,15 @@ int convert(const ConvertRequest& request) {
 
 }  // namespace
 
+std::string byte_size_problem(const std::string& text) {
+  try {
+    parse_byte_size(text);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
 void add_convert(CLI::App& app, int& exit_code) {
   CLI::App* command =
       app.add_subcommand("convert", "makes safetensors of files that torch.save wrote");
@@ -199,14 +208,7 @@ void add_convert(CLI::App& app, int& exit_code) {
   command
       ->add_option("--max-shard-size", request->max_shard_size,
                    "bytes of each file in a folder (5GB, 300MiB); default 10GB")
-      ->check([](const std::string& text) -> std::string {
-        try {
-          parse_byte_size(text);
-        } catch (const Error& error) {
-          return error.what();
-        }
-        return "";
-      });
+      ->check(byte_size_problem);
   command->add_flag("--overwrite", request->overwrite, "replace OUT");
   command->callback([request, &exit_code] { exit_code = convert(*request); });
 }

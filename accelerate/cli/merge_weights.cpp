@@ -208,14 +208,7 @@ void add_merge_weights(CLI::App& app, int& exit_code) {
   command
       ->add_option("--max-shard-size", request->max_shard_size,
                    "bytes of each file (5GB, 300MiB, 1000); without it one file")
-      ->check([](const std::string& text) -> std::string {
-        try {
-          parse_byte_size(text);
-        } catch (const Error& error) {
-          return error.what();
-        }
-        return "";
-      });
+      ->check(byte_size_problem);
   command->add_flag("--remove-source,--remove-checkpoint-dir", request->remove_source,
                     "remove the shards and their index afterwards");
   command->add_option("--model", request->model, "of a checkpoint: number of the model")

@@ -2,6 +2,7 @@
 // step out. What comes after them is what one process has in f32.
 // ctest labels: threads
 #include "accelerate/accelerator_fixture.h"
+#include "accelerate/sharding_modes.h"
 
 #include <functional>
 #include <limits>
@@ -15,13 +16,6 @@ namespace tessera::test_accelerator_unstepped {
 namespace {
 
 using accelerate::Sharding;
-
-constexpr Sharding kModes[] = {Sharding::kDdp, Sharding::kZero1, Sharding::kZero2, Sharding::kZero3,
-                               Sharding::kFsdp};
-const char* name_of(Sharding sharding) {
-  static const char* const names[] = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
-  return names[static_cast<int>(sharding)];
-}
 
 struct Way {
   Sharding sharding = Sharding::kDdp;

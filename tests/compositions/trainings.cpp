@@ -281,9 +281,7 @@ void train_windows(const Composition& one, int64_t begin, int64_t end, int rank,
   Training training;
   make_model(training, one);
   nn::ModuleBase& model = training.subject->model();
-  for (int64_t window = 0; window <= begin; ++window) {
-    if (window <= begin) set_trained(training, one, window);
-  }
+  for (int64_t window = 0; window <= begin; ++window) set_trained(training, one, window);
   const bool narrow = is_narrow(one);
   Accelerator accelerator(
       {.mixed_precision = precision_of(one),
