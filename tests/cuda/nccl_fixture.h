@@ -30,14 +30,15 @@
 
 namespace tessera::distributed {
 
-// Before the emulation counts its devices and the backend loads its library.
-inline const bool kEnvironment = [] {
-  ::setenv("TESSERA_EMULATED_DEVICES", "4", 1);
-  ::setenv("TESSERA_NCCL", TESSERA_MOCK_NCCL, 1);
-  return true;
-}();
-
 class CudaNccl : public testing::Test {
+ public:
+  // Before the emulation counts its devices and the backend loads its library.
+  static void SetUpTestSuite() {
+    ::setenv("TESSERA_EMULATED_DEVICES", "4", 1);
+    ::setenv("TESSERA_NCCL", TESSERA_MOCK_NCCL, 1);
+    ASSERT_EQ(gpu::device_count(), 4) << "a test before this one has looked for devices";
+  }
+
  protected:
   void SetUp() override {
     find<decltype(mock_nccl_reset)>("mock_nccl_reset")();

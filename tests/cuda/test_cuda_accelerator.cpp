@@ -28,7 +28,7 @@
 #include "../message_of.h"
 #include "on_emulation.h"
 
-namespace tessera {
+namespace tessera::test_cuda_accelerator {
 namespace {
 
 using accelerate::rank_device;
@@ -305,4 +305,4 @@ TEST(CudaAccelerator, AModelThatIsOnAGpuIsRefusedWhereTheCpuIsAskedFor) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_accelerator

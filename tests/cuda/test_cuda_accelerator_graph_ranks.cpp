@@ -22,7 +22,7 @@
 #include "../message_of.h"
 #include "sharded_blocks.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_cuda_accelerator_graph_ranks {
 namespace {
 
 using CudaAcceleratorGraphs = CudaNccl;
@@ -234,4 +234,4 @@ TEST_F(CudaAcceleratorGraphs, CollectivesOfOtherGraphsAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_cuda_accelerator_graph_ranks

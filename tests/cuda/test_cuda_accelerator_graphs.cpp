@@ -32,7 +32,7 @@
 #include "gemm_model.h"
 #include "on_emulation.h"
 
-namespace tessera {
+namespace tessera::test_cuda_accelerator_graphs {
 namespace {
 
 constexpr int64_t kContext = 8, kVocabulary = 32;
@@ -466,4 +466,4 @@ TEST(AcceleratorGraphs, AStepWithoutItsAcceleratorIsAnError) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_accelerator_graphs

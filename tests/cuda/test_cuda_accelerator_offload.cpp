@@ -20,7 +20,7 @@
 #include "gemm_model.h"
 #include "sharded_blocks.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_cuda_accelerator_offload {
 namespace {
 
 using accelerate::Sharding;
@@ -189,4 +189,4 @@ TEST_F(CudaAcceleratorOffload, ACheckpointGoesOnWithAndWithout) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_cuda_accelerator_offload

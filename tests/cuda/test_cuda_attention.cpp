@@ -24,7 +24,7 @@
 
 #include "on_emulation.h"
 
-namespace tessera {
+namespace tessera::test_cuda_attention {
 namespace {
 
 const Device kGpu = cuda(0);
@@ -651,4 +651,4 @@ TEST_F(AttentionLibrary, ServesTheGradientOfBatchNormOfRowsInTraining) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_attention

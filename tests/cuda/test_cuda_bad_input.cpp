@@ -17,7 +17,7 @@
 #include <tessera/nn/linear.h>
 #include <tessera/optim/optimizers.h>
 
-namespace tessera {
+namespace tessera::test_cuda_bad_input {
 namespace {
 
 // A few steps of a small training: products, a norm, a loss, gradients, an update.
@@ -199,4 +199,4 @@ TEST_F(CudaBadInput, OneErrorOfManyIsToldOnce) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_bad_input

@@ -28,7 +28,7 @@
 
 #include "../message_of.h"
 
-namespace tessera {
+namespace tessera::test_cuda_dry {
 namespace {
 
 namespace dry = gpu::dry;
@@ -315,4 +315,4 @@ TEST_F(CudaDryLimits, ProductsAndImages) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_dry

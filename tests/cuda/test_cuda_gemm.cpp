@@ -22,7 +22,7 @@
 #include "gemm_model.h"
 #include "on_emulation.h"
 
-namespace tessera::gpu {
+namespace tessera::gpu::test_cuda_gemm {
 namespace {
 
 alignas(256) char some_memory[4096];
@@ -897,4 +897,4 @@ TEST(GemmLibrary, TheEmulationSaysThatItHasNone) {
 }
 
 }  // namespace
-}  // namespace tessera::gpu
+}  // namespace tessera::gpu::test_cuda_gemm

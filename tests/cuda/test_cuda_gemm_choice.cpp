@@ -11,7 +11,7 @@
 #include <tessera/core/cuda/libraries/gemm_choice.h>
 #include <tessera/core/error.h>
 
-namespace tessera::gpu {
+namespace tessera::gpu::test_cuda_gemm_choice {
 namespace {
 
 using enum GemmAnswer;
@@ -199,4 +199,4 @@ TEST(GemmChoice, AnAlgorithmOfTheTableRunsWithoutAskingUnlessItIsForbidden) {
 }
 
 }  // namespace
-}  // namespace tessera::gpu
+}  // namespace tessera::gpu::test_cuda_gemm_choice

@@ -15,7 +15,7 @@
 #include <tessera/core/cuda/libraries/gemm_table.h>
 #include <tessera/core/error.h>
 
-namespace tessera::gpu {
+namespace tessera::gpu::test_cuda_gemm_table {
 namespace {
 
 // ---- The table ----------------------------------------------------------------------------------
@@ -278,4 +278,4 @@ TEST(GemmChoice, WhatDoesNotRunIsLeftOut) {
 }
 
 }  // namespace
-}  // namespace tessera::gpu
+}  // namespace tessera::gpu::test_cuda_gemm_table

@@ -27,7 +27,7 @@
 #include "memory_mode.h"
 #include "on_emulation.h"
 
-namespace tessera {
+namespace tessera::test_cuda_graph {
 namespace {
 
 std::vector<double> filled(size_t count, double value) { return std::vector<double>(count, value); }
@@ -447,4 +447,4 @@ TEST_F(CudaGraph, TheErrorOfAFullDeviceNamesWhatGraphsKeep) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_graph

@@ -28,7 +28,7 @@
 #include "../optim/optimizer_kinds.h"
 #include "on_emulation.h"
 
-namespace tessera::optim {
+namespace tessera::optim::test_cuda_graphed_step {
 namespace {
 
 // ---- A GPT --------------------------------------------------------------------------------------
@@ -575,4 +575,4 @@ TEST(GraphedStep, TheHostsScaleIsRefusedInAGraph) {
 }
 
 }  // namespace
-}  // namespace tessera::optim
+}  // namespace tessera::optim::test_cuda_graphed_step

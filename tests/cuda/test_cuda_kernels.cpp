@@ -26,7 +26,7 @@
 
 #include "on_emulation.h"
 
-namespace tessera {
+namespace tessera::test_cuda_kernels {
 namespace {
 
 const Device kGpu = cuda(0);
@@ -786,4 +786,4 @@ TEST(CudaEmbedding, GradientSumsLongRunsOfOneToken) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_kernels

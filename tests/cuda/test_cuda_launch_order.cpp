@@ -23,7 +23,7 @@
 #include "../finished_process.h"
 #include "../source_dir.h"
 
-namespace tessera {
+namespace tessera::test_cuda_launch_order {
 namespace {
 
 namespace dry = gpu::dry;
@@ -123,4 +123,4 @@ TEST(CudaLaunchOrder, IsThatOfTheDryDevice) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_launch_order

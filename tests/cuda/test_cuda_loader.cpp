@@ -21,7 +21,7 @@
 #include "../message_of.h"
 #include "on_emulation.h"
 
-namespace tessera::data {
+namespace tessera::data::test_cuda_loader {
 namespace {
 
 constexpr int64_t kExamples = 23, kWidth = 300;
@@ -78,14 +78,17 @@ std::vector<double> values_of(const MixedBatch& batch) {
 }
 
 }  // namespace
+}  // namespace tessera::data::test_cuda_loader
+
+namespace tessera::data {
 
 template <>
-struct Collate<Mixed> {
-  static MixedBatch batch(std::span<Mixed> examples) {
-    MixedBatch result;
+struct Collate<test_cuda_loader::Mixed> {
+  static auto batch(std::span<test_cuda_loader::Mixed> examples) {
+    test_cuda_loader::MixedBatch result;
     std::vector<Tensor> firsts, seconds;
     std::vector<int64_t> numbers;
-    for (Mixed& example : examples) {
+    for (test_cuda_loader::Mixed& example : examples) {
       firsts.push_back(example.rows.first);
       seconds.push_back(example.rows.second);
       numbers.push_back(example.number);
@@ -98,10 +101,15 @@ struct Collate<Mixed> {
 };
 
 template <>
-struct Collate<SealedExample> {
-  static Sealed batch(std::span<SealedExample>) { return {raw::zeros({1}, kF32)}; }
+struct Collate<test_cuda_loader::SealedExample> {
+  static auto batch(std::span<test_cuda_loader::SealedExample>) {
+    return test_cuda_loader::Sealed{raw::zeros({1}, kF32)};
+  }
 };
 
+}  // namespace tessera::data
+
+namespace tessera::data::test_cuda_loader {
 namespace {
 
 std::vector<std::vector<double>> epochs_of(DataLoader<Mixed>& loader, int epochs) {
@@ -334,4 +342,4 @@ TEST(CudaLoader, TheDeviceMayChangeWithinALoop) {
 }
 
 }  // namespace
-}  // namespace tessera::data
+}  // namespace tessera::data::test_cuda_loader

@@ -32,7 +32,7 @@
 #include "../message_of.h"
 #include "nccl_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_cuda_nccl {
 namespace {
 
 TEST_F(CudaNccl, EveryCollectiveCarriesTensorsOfTheDevice) {
@@ -602,4 +602,4 @@ TEST_F(CudaNccl, CallsThatDifferWithoutAnErrorOfNcclAreSeenAtTheEndOfBackward) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_cuda_nccl

@@ -34,7 +34,7 @@
 #include "nccl_fixture.h"
 #include "sharded_blocks.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_cuda_offload {
 namespace {
 
 using CudaOffload = CudaNccl;
@@ -581,4 +581,4 @@ TEST_F(CudaOffload, WhatCannotBeOffloadedIsSaid) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_cuda_offload

@@ -21,7 +21,7 @@
 #include "autograd/op_samples.h"
 #include "on_emulation.h"
 
-namespace tessera::tests {
+namespace tessera::tests::test_cuda_ops {
 namespace {
 
 class CudaOps : public testing::TestWithParam<std::string_view> {};
@@ -226,4 +226,4 @@ TEST(CudaDevice, IsTheEmulation) {
 }
 
 }  // namespace
-}  // namespace tessera::tests
+}  // namespace tessera::tests::test_cuda_ops

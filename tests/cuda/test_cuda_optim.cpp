@@ -17,7 +17,7 @@
 #include "../optim/optimizer_kinds.h"
 #include "on_emulation.h"
 
-namespace tessera::optim {
+namespace tessera::optim::test_cuda_optim {
 namespace {
 
 Tensor wave(const Shape& shape, DType dtype, double phase) {
@@ -417,4 +417,4 @@ TEST(CudaOptimizers, TensorsOfTwoDevicesAreRefusedBeforeAnythingIsWritten) {
 }
 
 }  // namespace
-}  // namespace tessera::optim
+}  // namespace tessera::optim::test_cuda_optim

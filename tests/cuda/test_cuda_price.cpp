@@ -26,7 +26,7 @@
 #include "../source_dir.h"
 #include "price/step.h"
 
-namespace tessera {
+namespace tessera::test_cuda_price {
 namespace {
 
 namespace dry = gpu::dry;
@@ -322,4 +322,4 @@ TEST(PriceCommand, SaysWhatIsWrong) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_price

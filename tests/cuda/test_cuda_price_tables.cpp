@@ -30,7 +30,7 @@
 #include "../source_dir.h"
 #include "price/step.h"
 
-namespace tessera {
+namespace tessera::test_cuda_price_tables {
 namespace {
 
 namespace dry = gpu::dry;
@@ -227,4 +227,4 @@ TEST_F(CudaPriceChanges, ALostFusionIsOne) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_price_tables

@@ -14,7 +14,7 @@
 
 #include "../finished_process.h"
 
-namespace tessera {
+namespace tessera::test_cuda_rates {
 namespace {
 
 using nlohmann::json;
@@ -99,4 +99,4 @@ TEST(CudaRates, OptionsFilterAndExplain) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_rates

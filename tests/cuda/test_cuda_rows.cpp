@@ -11,7 +11,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 
-namespace tessera {
+namespace tessera::test_cuda_rows {
 namespace {
 
 const Device kGpu = cuda(0);
@@ -382,4 +382,4 @@ TEST(CudaReduce, IntegersConditionsAndPieces) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_rows

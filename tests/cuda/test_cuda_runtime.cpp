@@ -37,7 +37,7 @@
 #include "memory_mode.h"
 #include "on_emulation.h"
 
-namespace tessera {
+namespace tessera::test_cuda_runtime {
 namespace {
 
 TEST(CudaDevices, AreDescribedAndThoseThatAreNotThereRefused) {
@@ -674,4 +674,4 @@ TEST(CudaKernels, DrawTheRandomNumbersOfTheCpu) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_runtime

@@ -29,7 +29,7 @@
 #include "nccl_fixture.h"
 #include "sharded_blocks.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_cuda_sharding {
 namespace {
 
 using CudaSharding = CudaNccl;
@@ -212,4 +212,4 @@ TEST_F(CudaSharding, EveryOrderOfStreamsHasOnePeak) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_cuda_sharding

@@ -10,7 +10,7 @@
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/tensor/raw_views.h>
 
-namespace tessera::kernels {
+namespace tessera::kernels::test_cuda_square_sum {
 namespace {
 
 std::vector<int64_t> bits_of(const Tensor& sum) { return sum.to_vector<int64_t>(); }
@@ -129,4 +129,4 @@ TEST(CudaSquareSum, HoldsTheEndsOfTheRange) {
 }
 
 }  // namespace
-}  // namespace tessera::kernels
+}  // namespace tessera::kernels::test_cuda_square_sum

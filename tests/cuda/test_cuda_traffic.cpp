@@ -23,7 +23,7 @@
 #include <tessera/core/random.h>
 #include <tessera/optim/optimizers.h>
 
-namespace tessera {
+namespace tessera::test_cuda_traffic {
 namespace {
 
 using gpu::emulation::CountedTraffic;
@@ -427,4 +427,4 @@ TEST_F(CudaTraffic, OfDropoutAndSoftmax) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_cuda_traffic

@@ -20,7 +20,7 @@
 
 #include "on_emulation.h"
 
-namespace tessera::nn::models {
+namespace tessera::nn::models::test_cuda_training {
 namespace {
 
 // Small, as race tracking takes its time; with batch 4, context 64 and width 64 it passes too.
@@ -236,4 +236,4 @@ TEST(CudaMaterialise, HasTheInitialValuesOfTheCpu) {
 }
 
 }  // namespace
-}  // namespace tessera::nn::models
+}  // namespace tessera::nn::models::test_cuda_training

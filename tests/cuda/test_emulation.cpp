@@ -19,7 +19,7 @@
 #include <tessera/core/half.h>
 #include <tessera/core/kernels/copy/copy.h>
 
-namespace tessera::gpu::tests {
+namespace tessera::gpu::tests::test_emulation {
 namespace {
 
 // Device memory with a copy of what a test gives, for a scope.
@@ -389,4 +389,4 @@ TEST(EmulatedPeers, MemoryOfAnotherDeviceThanNamedIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::gpu::tests
+}  // namespace tessera::gpu::tests::test_emulation
