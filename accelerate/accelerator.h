@@ -280,7 +280,7 @@ class Accelerator : public ProcessControl {
 
   // The body of the loop as CUDA graphs where the device is a GPU: accelerate/graphed_step.h. The
   // Accelerator must outlive the steps. ValueError for an empty function or options that cannot
-  // work, UnsupportedError with several ranks.
+  // work, UnsupportedError with several ranks unless the mode is ddp.
   accelerate::GraphedStep graphed_step(accelerate::GraphedStep::Function function,
                                        const accelerate::GraphedStepOptions& options = {});
 
