@@ -10,9 +10,9 @@
 
 namespace tessera::nn {
 
-// What it takes to make a layer, kept until its owner can name it:
+// A layer's constructor arguments, kept until its owner can name it:
 //     Sequential net(layer<Linear>(784, 128), layer<ReLU>(), layer<Linear>(128, 10));
-// As add has it, the last argument may be options in braces: layer<Conv2d>(1, 8, 3, {.stride = 2}).
+// As in add, the last argument may be options in braces: layer<Conv2d>(1, 8, 3, {.stride = 2}).
 template <class T, class... Args>
 struct Layer {
   using Type = T;
@@ -71,7 +71,7 @@ class ListModule : public Module<Derived> {
   T& append(const Layer<T, Args...>& layer) {
     return std::apply([this](const Args&... args) -> T& { return append<T>(args...); }, layer.args);
   }
-  // A module that was made elsewhere; its initial values were those of its own name.
+  // Adds an existing module; its initial values were those of its own name.
   void append_module(std::unique_ptr<ModuleBase> module) {
     this->adopt(std::to_string(this->num_children()), std::move(module));
   }
@@ -79,7 +79,7 @@ class ListModule : public Module<Derived> {
   ModuleBase& operator[](size_t index) const;
 
  protected:
-  // Children made again, as those of `source`.
+  // Constructs children as those of `source`.
   void remake_children(const ModuleBase& source);
 };
 template <class T>
@@ -102,7 +102,7 @@ class Sequential : public detail::ListModule<Sequential> {
   std::unique_ptr<Sequential> remake() const;
 };
 
-// A list of modules for a forward of one's own: blocks.at<Block>(i)(x).
+// A list of modules for your own forward: blocks.at<Block>(i)(x).
 class ModuleList : public detail::ListModule<ModuleList> {
  public:
   ModuleList() = default;
@@ -110,7 +110,7 @@ class ModuleList : public detail::ListModule<ModuleList> {
   T& at(size_t index) const {
     return detail::checked_child<T>((*this)[index], "ModuleList");
   }
-  // Equal neighbours are printed once, with their number.
+  // Equal neighbors are printed once, with their number.
   std::string repr() const override;
   std::unique_ptr<ModuleList> remake() const;
 };

@@ -40,7 +40,7 @@ std::string describe(const char* name, const T& value, const Rest&... rest) {
   return text;
 }
 
-// A buffer on the device, and of the dtype unless one is given, of the ParameterDefaults.
+// A buffer with the device, and unless one is given the dtype, of the ParameterDefaults.
 Tensor make_buffer(const Shape& shape, std::optional<DType> dtype = {});
 
 }  // namespace tessera::nn::detail

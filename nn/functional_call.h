@@ -1,5 +1,5 @@
-// A call of a module with other parameters, as torch.func.functional_call: derivatives by all
-// parameters at once, ensembles, updates that are themselves differentiated.
+// Calls a module with other parameters, as torch.func.functional_call does: for derivatives by all
+// parameters at once, ensembles, and updates that are themselves differentiated.
 //
 //     NamedTensors decayed = model.named_parameters();
 //     for (auto& [name, tensor] : decayed) tensor = tensor * 0.99;
@@ -14,15 +14,15 @@
 //     const TensorList v = model.parameters();
 //     auto [value, product] = functional::hvp(loss_of, model.parameters(), v);
 //
-// In the call the given tensors stand in the places of parameters and buffers of their names, and
-// hooks, modes and names in errors are those of any call; afterwards, also after an exception, the
-// module is as before. What is not named keeps its own tensor. A tied parameter is given under one
-// of its names. The tensors have the shapes and devices of those that they stand for; dtypes may
-// differ, and they may be on the tape, which is where gradients go then. Buffers that forward
-// writes to (running statistics) are written to as they are given. What checkpoint_calls()
-// calculates again in backward finds the given parameters; the module must live until then. Not for
-// modules whose parameters lie in parts (fully_shard), nor by several threads at once. Throws
-// ValueError for a name that is none, ShapeError and DeviceError.
+// During the call the given tensors replace the parameters and buffers of their names; hooks, modes
+// and names in errors are those of any call. Afterwards, also after an exception, the module is as
+// before. Parameters that are not named keep their own tensors. A tied parameter is given under one
+// of its names. The tensors have the shapes and devices of those that they replace; dtypes may
+// differ, and gradients flow to tensors that are results of recorded ops. Buffers that forward
+// writes to (running statistics) are written in the given tensors. Recomputation by
+// checkpoint_calls() sees the given parameters; the module must live until then. Not for modules
+// with sharded parameters (fully_shard), nor for several threads at once. Throws ValueError for an
+// unknown name, ShapeError and DeviceError.
 #pragma once
 
 #include <memory>
@@ -35,7 +35,7 @@
 
 namespace tessera::nn {
 
-// In the scope the module holds `tensors`. They come out again last in, first out.
+// In the scope the module holds `tensors`; nested scopes end last in, first out.
 class ReplacedParameters {
  public:
   ReplacedParameters(ModuleBase& module, const NamedTensors& tensors);
@@ -65,8 +65,8 @@ auto functional_call(M& module, const StateDict& tensors, Args&&... args) {
                          std::forward<Args>(args)...);
 }
 
-// The names of `names` with these values, in the same order. ValueError where there are not as
-// many.
+// Pairs the names of `names` with these values, in the same order. ValueError if the numbers
+// differ.
 NamedTensors with_values(const NamedTensors& names, const TensorList& values);
 
 }  // namespace tessera::nn

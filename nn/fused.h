@@ -1,14 +1,14 @@
-// Fused ops over modules: what a chain of modules calculates, in one op on their weights.
+// Fused ops over modules: one op on the weights of a chain of modules.
 //
 //     Tensor hidden = nn::linear_gelu(dense, x);                       // gelu(dense(x))
 //     auto [sum, normed] = nn::residual_layer_norm(ln, x, residual);   // ln(x + residual)
 //     Tensor loss = nn::linear_cross_entropy(lm_head, x, targets);     // logits never whole
 //
 // Each is the op of its name in autograd/ops.h. It reads the modules' weights only while calling
-// them would do nothing else (ModuleBase::has_hooks); where one has a hook, the scope of a policy,
-// an adapter or a sharded unit, or runs in fp8, the modules are called one after the other, so that
-// each of them is called once a forward either way. Both forms agree within rounding. The head of a
-// loss, whose logits are large, is fused in scopes and in fp8, too (autograd/fp8/head.h).
+// them would do nothing else (ModuleBase::has_hooks). If one has a hook, the scope of a policy, an
+// adapter or a sharded unit, or runs in fp8, the modules are called one after the other, so each is
+// called once a forward either way. Both forms agree within rounding. A head with its loss, whose
+// logits are large, is fused in scopes and in fp8 too (autograd/fp8/head.h).
 #pragma once
 
 #include <cstdint>
@@ -39,15 +39,15 @@ ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor&
                                  double drop = 0);
 ResidualNorm residual_rms_norm(RMSNorm& norm, const Tensor& x, const Tensor& residual);
 
-// cross_entropy(head(x), target). x: [N, C]; target: [N]. A head with a bias, and one with other
-// hooks than scopes, is called, and its logits are whole.
+// cross_entropy(head(x), target). x: [N, C]; target: [N]. A head with a bias, or with hooks other
+// than scopes, is called, and its logits are materialized.
 Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
                             int64_t ignore_index = -100, Reduction reduction = Reduction::kMean);
 
-// The results of layers of one width that read the same x, side by side in the last dimension, by
-// one product of weights that are put together for it: with many rows that takes less of a GPU's
-// time, as the layers' own have few tiles each and their gradients of x are added up. Undefined
-// where the layers are to be called.
+// The results of layers of one width that read the same x, side by side in the last dimension, from
+// one product with concatenated weights. With many rows this is faster on a GPU, since each layer
+// alone has few tiles and their gradients of x must be added up. Undefined if the layers have to be
+// called.
 Tensor stacked_linear(std::initializer_list<Linear*> layers, const Tensor& x);
 
 struct MlpOptions {

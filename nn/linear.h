@@ -24,8 +24,8 @@ class Linear : public Module<Linear> {
     return std::make_unique<Linear>(in_features, out_features, options);
   }
 
-  // Who takes this layer's calls in fp8, or counts those that a recipe leaves out; mostly nobody.
-  // Owned by whoever set it (precision/fp8_linear.h).
+  // Runs this layer's calls in fp8, or counts the calls of a layer that a recipe leaves out;
+  // usually null. Owned by whoever set it (precision/fp8_linear.h).
   std::shared_ptr<Fp8Linear> fp8() const { return fp8_.lock(); }
   void set_fp8(const std::shared_ptr<Fp8Linear>& layer) { fp8_ = layer; }
 
@@ -39,8 +39,8 @@ class Linear : public Module<Linear> {
   std::weak_ptr<Fp8Linear> fp8_;
 };
 
-// The layers of a part that read what it gets, and nobody else does, and whose result it returns as
-// it is; for nn/transformer/residual.h. Null where there is no such layer.
+// The layers of a block that alone read its input, and the layer whose result it returns unchanged,
+// for nn/transformer/residual.h. Null if there is no such layer.
 struct PartEnds {
   const Linear* first = nullptr;
   const Linear* last = nullptr;

@@ -31,7 +31,7 @@ class CrossEntropyLoss : public Module<CrossEntropyLoss> {
   }
 };
 
-// Of log-probabilities.
+// For log-probabilities.
 class NLLLoss : public Module<NLLLoss> {
  public:
   using Options = CrossEntropyOptions;
@@ -126,7 +126,7 @@ class BCEWithLogitsLoss : public Module<BCEWithLogitsLoss> {
   const Tensor& pos_weight;
 };
 
-// Of log-probabilities x and probabilities target (or their logarithms).
+// x: log-probabilities; target: probabilities (or their logarithms).
 class KLDivLoss : public Module<KLDivLoss> {
  public:
   explicit KLDivLoss(KlReduction reduction = KlReduction::kMean, bool log_target = false)
@@ -142,7 +142,7 @@ class KLDivLoss : public Module<KLDivLoss> {
   const bool log_target;
 };
 
-// Of counts, x being the logarithm of the rate or the rate.
+// target: counts; x: the logarithm of the rate, or the rate.
 class PoissonNLLLoss : public Module<PoissonNLLLoss> {
  public:
   explicit PoissonNLLLoss(bool log_input = true, bool full = false, double eps = 1e-8,
@@ -213,7 +213,7 @@ class CosineEmbeddingLoss : public Module<CosineEmbeddingLoss> {
   const Reduction reduction;
 };
 
-// Of log-probabilities [T, N, C] and targets without an alignment.
+// x: log-probabilities [T, N, C]; targets have no alignment.
 class CTCLoss : public Module<CTCLoss> {
  public:
   explicit CTCLoss(int64_t blank = 0, Reduction reduction = Reduction::kMean,

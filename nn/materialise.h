@@ -1,23 +1,21 @@
-// Memory and initial values for a module that was made without: what torch does by to_empty() and
+// Memory and initial values for a module made on the meta device; torch uses to_empty() and
 // reset_parameters().
 //
 //     const nn::ParameterDefaultsGuard without_memory({.device = kMeta});
 //     Gpt model(config);       // of any size; parameters may become shards now (distribute_tensor)
 //     nn::materialise(model);  // on each rank: its own elements
 //
-// A parameter or buffer on the meta device gets memory for its own elements, and the values that
-// the module would have had, had it been made with memory from the beginning: the same bits,
-// however the parameter is cut and wherever its memory lies, from the seed and the names in force
-// when the module was made. No more than a part is ever in memory, but for orthogonal() and
-// sparse() of init.h. What has memory stays as it is. Tensors that share a storage share it
-// afterwards.
+// A parameter or buffer on the meta device gets memory for its own elements, with the bits that it
+// would have had if the module had been made with memory, from the seed and the names in force when
+// it was made, whatever its sharding and device. Only the shard is ever in memory, except for
+// orthogonal() and sparse() of init.h. Tensors that have memory do not change. Tensors that share a
+// storage share it afterwards.
 //
-// What is remembered is what fills did to the tensor (core/factory/initial_values.h): nn::init,
-// fill_, zero_, uniform_, normal_, bernoulli_, zeros(), ones(), full(), rand(), randn(), to it or
-// to contiguous views of it, then to(dtype) of the module, clone() and distribute_tensor().
-// Anything else that wrote to a tensor, a copy_ of a table for one, leaves it unknown: ValueError
-// that names all such tensors, before any gets memory. init::by_range and init::by_index make a
-// rule of one's own known.
+// Fills of a tensor are recorded (core/factory/initial_values.h): nn::init, fill_, zero_, uniform_,
+// normal_, bernoulli_, zeros(), ones(), full(), rand(), randn(), on it or on contiguous views of
+// it, followed by to(dtype) of the module, clone() and distribute_tensor(). After any other write,
+// such as copy_ from a table, the value is unknown: ValueError names all such tensors before any
+// gets memory. init::by_range and init::by_index make your own formula a fill.
 #pragma once
 
 #include <tessera/nn/module.h>
@@ -25,11 +23,11 @@
 namespace tessera::nn {
 
 struct MaterialiseOptions {
-  bool initialise = true;  // false: elements are left as they come, for models that are loaded next
+  bool initialise = true;  // false: only allocates, for models that are loaded next
 };
 
-// Bytes count as parameters, of buffers too where they were made so. ValueError for a device that
-// has no memory.
+// Memory is counted as parameters, for buffers too if they were made so. ValueError for a device
+// that has no memory.
 void materialise(ModuleBase& module, const Device& device = kCpu,
                  const MaterialiseOptions& options = {});
 

@@ -11,18 +11,17 @@
 //     Mlp mlp(768);
 //     Tensor y = mlp(x);  // operator(), never forward: hooks and names in errors hang on it
 //
-// `add` makes, owns and names a child, `parameter` and `buffer` do so for tensors. The options of a
-// library's module are its last argument, in braces: add<nn::Linear>("fc", 4, 8, {.bias = false});
-// a class that says `using Options = MyOptions;` is given them so, too. Only what was
-// registered so is trained, saved and moved. A module that stands by value (`nn::Linear fc;`) in
-// the class that Module<> names is an error when it is made; one in a class derived further, one
-// that is held by a pointer of one's own, and a tensor that is a plain member, are not seen. Names
-// are local; dots join them: "transformer.h.0.mlp.fc.weight". Modules are neither copied nor moved;
-// clone() is explicit.
+// `add` constructs, owns and names a child, `parameter` and `buffer` do so for tensors. The options
+// of a library module are its last argument, in braces: add<nn::Linear>("fc", 4, 8, {.bias =
+// false}); a class that declares `using Options = MyOptions;` gets its own the same way. Only what
+// was registered this way is trained, saved and moved. A module held by value (`nn::Linear fc;`) in
+// the class that Module<> names is an error at construction; one in a further derived class, one
+// held by your own pointer, and a plain tensor member are not noticed. Names are local and joined
+// by dots: "transformer.h.0.mlp.fc.weight". Modules are neither copied nor moved; use clone().
 //
-// Initial values depend on the seed and the dotted name alone (see initial_stream): not on the
-// order of construction, not on the number of ranks. Two models made side by side from one seed are
-// therefore equal, and so are the members of an ensemble; InitialName tells them apart:
+// Initial values depend on the seed and the dotted name alone (see initial_stream), not on the
+// order of construction or the world size. Therefore two models made from one seed are equal, and
+// so are the members of an ensemble; InitialName makes them differ:
 //
 //     for (int i = 0; i < 5; ++i) {
 //       const nn::InitialName name("member" + std::to_string(i));
@@ -62,23 +61,23 @@ class ModuleBase;
 using TensorRefs = std::span<Tensor* const>;
 using ForwardPreHook = std::function<void(ModuleBase& module, TensorRefs inputs)>;
 using ForwardHook = std::function<void(ModuleBase& module, TensorRefs inputs, TensorRefs outputs)>;
-// The gradients of the loss by the inputs and outputs that require grad. Assigning to a
-// grad_input replaces what flows on. Undefined where an output was not used. If no input requires
+// The gradients of the loss to the inputs and outputs that require grad. Assigning to a grad_input
+// replaces the gradient that flows on. Undefined if an output was not used. If no input requires
 // grad, grad_inputs is empty.
 using BackwardHook =
     std::function<void(ModuleBase& module, TensorRefs grad_inputs, TensorRefs grad_outputs)>;
 
-// What it returns lives from before the call's hooks until the call has ended, be it by an
-// exception: a guard (autocast, random numbers) around forward.
+// Its result lives from before the call's hooks until the call has ended, also by an exception: a
+// guard (autocast, random numbers) around forward.
 using CallScope = std::function<std::shared_ptr<void>(ModuleBase& module)>;
 
 // ---- Where parameters are made -----------------------------------------------------------------
 
-// What `ModuleBase::parameter(name, shape)` makes, per context.
+// The defaults of `ModuleBase::parameter(name, shape)`, per context.
 struct ParameterDefaults {
   DType dtype = kF32;
-  Device device = kCpu;    // kMeta: a model of any size without bytes
-  bool initialise = true;  // false: elements are left as they come, for models that are loaded next
+  Device device = kCpu;    // kMeta: a model of any size without memory
+  bool initialise = true;  // false: elements are uninitialized, for models that are loaded next
 };
 class ParameterDefaultsGuard {
  public:
@@ -90,7 +89,7 @@ class ParameterDefaultsGuard {
   ScopedValue<ParameterDefaults> scoped_;
 };
 
-// Modules made in the scope draw their initial values as if they stood under `name`.
+// Modules made in the scope draw their initial values as if they were children of `name`.
 class InitialName {
  public:
   explicit InitialName(std::string name);
@@ -102,12 +101,12 @@ class InitialName {
 
 // ---- ModuleBase --------------------------------------------------------------------------------
 
-// What another file puts into a module that stands (children, hooks) and clone() must put into the
-// copy, too: an adapter.
+// What another file adds to an existing module (children, hooks) and clone() must add to the copy
+// too: an adapter.
 class ModuleExtension {
  public:
   virtual ~ModuleExtension() = default;
-  // Puts the same into `copy`, a new module of the same construction; values are copied afterwards.
+  // Adds the same to `copy`, a new module of the same construction; values are copied afterwards.
   virtual void extend(ModuleBase& copy) const = 0;
 };
 
@@ -119,13 +118,13 @@ struct NamedModule {
 // Where a module keeps a parameter, or a buffer.
 struct ParameterPlace {
   std::string name;  // dotted
-  Tensor* tensor;    // what stands there now; undefined where the parameter is absent
+  Tensor* tensor;    // its current tensor; undefined where the parameter is absent
 };
 
 struct LoadOptions {
   bool strict = true;  // missing and unexpected names are errors
 };
-// What did not fit. A tied parameter needs only one of its names.
+// Mismatches. A tied parameter needs only one of its names.
 struct LoadReport {
   std::vector<std::string> missing;
   std::vector<std::string> unexpected;
@@ -164,11 +163,11 @@ class ModuleBase {
   TensorList parameters() const;
   NamedTensors named_buffers() const;
   const Tensor& get_parameter(std::string_view dotted_name) const;  // throws ValueError
-  // Every place of a parameter, each one of a tied parameter's: for who puts other tensors there
-  // for a while, as sharded units do in their calls. Valid as long as the modules.
+  // Every place of a parameter, also each place of a tied one, for code that temporarily replaces
+  // the tensors, as sharded units do in their calls. Valid as long as the modules.
   std::vector<ParameterPlace> parameter_places();
-  std::vector<ParameterPlace> buffer_places();  // also of those that are not persistent
-  // Elements, each counted once; of parameters of which this rank holds a part, those of the whole.
+  std::vector<ParameterPlace> buffer_places();  // also of buffers that are not persistent
+  // The number of elements, each counted once; for sharded parameters those of the whole.
   int64_t num_parameters() const;
 
   // ---- Mode, dtype, device: in place, under all holders of the tensors
@@ -183,25 +182,26 @@ class ModuleBase {
   // ---- State: parameters and persistent buffers by dotted name. A tied parameter appears under
   // each of its names. The tensors share elements with the module.
   StateDict state_dict() const;
-  // Copies into the module's tensors, converting dtypes; a whole tensor's part into a part of one.
-  // Nothing is written unless all fits: one ValueError lists all missing, unexpected and misshapen
+  // Copies into the module's tensors and converts dtypes; from a whole tensor each shard is copied.
+  // On a mismatch nothing is written: one ValueError lists all missing, unexpected and misshapen
   // names. Not strict: the first two are returned instead; a misshapen one is always an error.
   LoadReport load_state_dict(const StateDict& state, const LoadOptions& options = {});
-  // What would not fit, of a state whose tensors need no elements (kMeta). Nothing is written.
+  // The mismatches of a state, whose tensors may be on kMeta. Nothing is written.
   LoadReport compare_state_dict(const StateDict& state) const;
 
   // ---- Registration
-  // Makes the parameter `name` one tensor with `tensor` (tied weights): replaces the one that is
-  // there, or adds it.
+  // Makes the parameter `name` one tensor with `tensor` (tied weights); replaces an existing
+  // parameter or adds it.
   const Tensor& share_parameter(std::string_view name, const Tensor& tensor);
-  // Takes a module that was made elsewhere; gives a child back. Both throw ValueError: for a name
-  // that is taken, for one that no child has.
+  // adopt takes an existing module; release returns a child. Both throw ValueError: for a name that
+  // is taken, or that no child has.
   void adopt(std::string_view name, std::unique_ptr<ModuleBase> child);
   std::unique_ptr<ModuleBase> release(std::string_view name);
-  // Puts a new module of the same type in the child's place, which references to it go on to mean:
-  // model.replace<nn::Linear>("head.fc", 512, 10). The arguments are those of its constructor, its
-  // initial values those of its name; the old parameters and hooks are gone, and optimizers that
-  // have them step what nobody uses. ValueError: no such child, or one of another type.
+  // Puts a new module of the same type in the child's place, and references to the child then mean
+  // the new one: model.replace<nn::Linear>("head.fc", 512, 10). The arguments are those of its
+  // constructor, its initial values those of its name. The old parameters and hooks are destroyed;
+  // optimizers that hold them update tensors that nobody uses. ValueError: no such child, or one of
+  // another type.
   template <class T, class... Args>
   T& replace(std::string_view dotted_name, const Args&... args) {
     return replace_child<T>(dotted_name, args...);
@@ -216,7 +216,7 @@ class ModuleBase {
   template <class T, class A, class B, class C>
   T& replace(std::string_view dotted_name, const A& a, const B& b, const C& c, const typename T::Options& o) { return replace_child<T>(dotted_name, a, b, c, o); }
   // clang-format on
-  // At most one; nullptr takes it away.
+  // There is at most one; nullptr removes it.
   void set_extension(std::unique_ptr<ModuleExtension> extension);
   ModuleExtension* extension() const { return extension_.get(); }
 
@@ -224,46 +224,44 @@ class ModuleBase {
   HookHandle register_forward_hook(ForwardHook hook);
   HookHandle register_call_scope(CallScope scope);
   HookHandle register_full_backward_hook(BackwardHook hook);
-  // Calls of this module keep their inputs alone, as checkpoint() does (autograd/checkpoint.h):
-  // forward runs again, in the scopes of its call, when a backward asks for what its ops would have
-  // saved. Forward and backward hooks of this module run once, those of modules inside of it twice.
-  // The module must live until then: AutogradError. A call with gradients is an UnsupportedError
-  // where it gives forward what cannot be kept: an object that forward writes to, a span, a pointer
-  // that is not null.
+  // Calls of this module keep only their inputs, as checkpoint() does (autograd/checkpoint.h):
+  // forward runs again, in the scopes of its call, when a backward needs what its ops would have
+  // saved. Forward and backward hooks of this module run once, those of modules in it twice. The
+  // module must live until then: AutogradError. With gradients, arguments that cannot be kept are
+  // an UnsupportedError: an object that forward writes to, a span, a pointer that is not null.
   HookHandle checkpoint_calls();
-  // Whether a call does more than forward: hooks, or a scope that a policy, an adapter or a sharded
-  // unit has put around it. While it does not, a fused op may read this module's weights in its
-  // place (nn/fused.h). One load and a few comparisons.
+  // Whether a call does more than forward: hooks, or a scope of a policy, an adapter or a sharded
+  // unit. If not, a fused op may read this module's weights instead of calling it (nn/fused.h).
+  // Costs one load and a few comparisons.
   bool has_hooks() const;
 
-  // forward of modules that map one tensor to one, by type-erased call: what Sequential needs.
-  // Throws UnsupportedError for others.
+  // forward of modules that map one tensor to one, by a type-erased call, for Sequential. Throws
+  // UnsupportedError for others.
   virtual Tensor call_tensor(const Tensor& x) = 0;
-  // A fresh module of the same construction, from Derived's `remake()`. Throws UnsupportedError.
+  // A new module of the same construction, from Derived's `remake()`. Throws UnsupportedError.
   virtual std::unique_ptr<ModuleBase> remake_module() const = 0;
   // Makes this module's tensors copies of those of `source`, a module of the same construction:
-  // values, dtypes, devices, requires_grad, ties, modes. Throws ValueError where the trees differ.
+  // values, dtypes, devices, requires_grad, ties, modes. Throws ValueError if the trees differ.
   void copy_state_from(const ModuleBase& source);
 
  protected:
-  // The object that a ModuleBase is the base of.
+  // The most derived object of a ModuleBase.
   struct Object {
     const std::type_info* type;
     size_t bytes;
     const void* (*begin)(const ModuleBase& module);
   };
-  // Throws ValueError where the object lies inside of another module: a member by value.
+  // Throws ValueError if the object lies inside of another module: a member by value.
   explicit ModuleBase(const Object& object);
 
-  // The references stay valid as long as the module, and follow share_parameter: keep them as
-  // members, `const Tensor& weight`.
-  // A parameter of the context's ParameterDefaults. Its elements are NaN until they are filled
-  // (init.h): a forgotten one shows in the first loss.
+  // The references stay valid as long as the module and follow share_parameter: keep them as
+  // members, `const Tensor& weight`. The parameter has the context's ParameterDefaults. Its
+  // elements are NaN until they are filled (init.h), so a forgotten one shows in the first loss.
   const Tensor& parameter(std::string_view name, const Shape& shape);
   // `tensor` becomes a parameter: a leaf that requires grad. Undefined: an absent one (bias=false).
   const Tensor& parameter(std::string_view name, const Tensor& tensor);
-  // A tensor that is state but no parameter: running statistics, masks. Not persistent: left out
-  // of state_dict.
+  // A tensor that is state but not a parameter: running statistics, masks. A buffer that is not
+  // persistent is left out of state_dict.
   const Tensor& buffer(std::string_view name, const Tensor& tensor, bool persistent = true);
 
   template <class T, class... Args>
@@ -298,8 +296,8 @@ class ModuleBase {
     return add<T, const A&, const B&, const C&, const typename T::Options&>(name, a, b, c, options);
   }
 
-  // The random numbers for the initial values of a parameter: of the seed and the dotted name under
-  // which this module was made.
+  // The random stream for the initial values of a parameter, from the seed and the dotted name
+  // under which this module was made.
   RandomStream initial_stream(std::string_view parameter) const;
   std::string initial_name_of(std::string_view name) const;
 
@@ -316,7 +314,7 @@ class ModuleBase {
   void forget_child(const ChildPlace& place);
   [[noreturn]] static void refuse_replacement(const ChildPlace& place);
 
-  // The new module stands where the old one stood: references are kept as members.
+  // The new module takes the old one's address: references are kept as members.
   template <class T, class... Args>
   T& replace_child(std::string_view dotted_name, const Args&... args) {
     static_assert(std::is_constructible_v<T, const Args&...>,
@@ -370,7 +368,8 @@ std::ostream& operator<<(std::ostream& out, const ModuleBase& module);
 
 // ---- Calls -------------------------------------------------------------------------------------
 
-// The scope of one call: names errors and the call site, runs hooks. Made by Module<Derived>.
+// The scope of one call, which names errors and the call site and runs hooks. Made by
+// Module<Derived>.
 class ModuleCall {
  public:
   explicit ModuleCall(ModuleBase& module);
@@ -380,15 +379,14 @@ class ModuleCall {
 
   bool has_hooks() const { return hooks_ != nullptr; }
   void before(TensorRefs inputs);
-  // Whether what forward saves is calculated again.
+  // Whether forward's saved tensors are recomputed.
   bool is_checkpointed() const;
-  // Around forward, then: `again` runs it on other inputs.
+  // Wraps forward in that case: `again` runs it on other inputs.
   using Again = std::function<void(ModuleBase& module, const TensorList& inputs)>;
   CheckpointScope checkpoint(TensorList inputs, Again again) const;
   void after(TensorRefs inputs, TensorRefs outputs);
-  // Throws the current exception on. The innermost module that it passes puts its dotted name
-  // before the message of an Error, a std::runtime_error or a std::logic_error; those keep their
-  // type.
+  // Rethrows the current exception. The innermost module that it passes puts its dotted name before
+  // the message of an Error, a std::runtime_error or a std::logic_error; those keep their type.
   [[noreturn]] void rethrow_named() const;
 
  private:
@@ -403,8 +401,8 @@ class ModuleCall {
 
 namespace detail {
 
-// How a call with hooks keeps argument I: a copy that hooks may change, or a reference to the
-// caller's object where forward writes to it (a cache) or it cannot be copied.
+// How a call with hooks keeps argument I: as a copy that hooks may change, or as a reference to the
+// caller's object if forward writes to it (a cache) or it cannot be copied.
 template <class Function, class Derived, class Args, size_t kArg, class Indices>
 struct Held;
 template <class Function, class Derived, class... Args, size_t kArg, size_t... J>
@@ -417,7 +415,7 @@ struct Held<Function, Derived, std::tuple<Args...>, kArg, std::index_sequence<J.
   using type = std::conditional_t<kCopy, Value, Arg&&>;
 };
 
-// What a call that is recomputed cannot keep until then: what it does not own.
+// Arguments that a recomputed call cannot keep, since it does not own them.
 template <class T>
 struct Borrows : std::bool_constant<!std::is_copy_constructible_v<T>> {};
 template <class T, size_t N>
@@ -427,7 +425,7 @@ struct Borrows<std::basic_string_view<T>> : std::true_type {};
 template <class T>
 struct Borrows<std::reference_wrapper<T>> : std::true_type {};
 
-// `Held`: as a call with hooks keeps the argument. The number of the argument, from 1, or 0.
+// `Held`: how a call with hooks keeps the argument. The number of the argument, from 1, or 0.
 template <class Held>
 size_t borrowed(const std::remove_cvref_t<Held>& value, size_t number) {
   if constexpr (std::is_reference_v<Held> || Borrows<Held>::value) {
@@ -440,11 +438,11 @@ size_t borrowed(const std::remove_cvref_t<Held>& value, size_t number) {
 }
 [[noreturn]] void refuse_checkpoint(const ModuleBase& module, size_t argument);
 
-// False, and known when a call is compiled.
+// False at compile time.
 template <class Derived, class... Args>
 inline constexpr bool takes = false;
 
-// The type of an argument of the forward that Derived has, where it has one.
+// The type of argument I of Derived's forward, if it has one.
 template <class Method>
 struct MethodArgs {};
 template <class Class, class Result, class... Args>
@@ -457,8 +455,8 @@ struct MethodArgs<Result (Class::*)(Args...) const> : MethodArgs<Result (Class::
 template <class Derived, size_t kArg>
 using ForwardArg = typename MethodArgs<decltype(&Derived::forward)>::template At<kArg>;
 
-// Most calls give one tensor to a module and get one: they are one function for all modules, where
-// a file that includes the layers would compile theirs for each.
+// Most calls map one tensor to one. They are one function for all modules, since otherwise each
+// file that includes the layers would compile its own.
 using OneTensor = const Tensor&;
 template <class Derived>
 concept MapsOneTensor = requires(Derived& self, OneTensor x) {
@@ -489,7 +487,7 @@ class Module : public ModuleBase {
                       return static_cast<const void*>(static_cast<const Derived*>(&module));
                     }}) {}
 
-  // Constness is that of the handle, as a Tensor's is: forward runs on a module that is const here.
+  // Constness is that of the handle, as for a Tensor: forward of a const module may run.
   template <class... Args>
   auto operator()(Args&&... args) const {
     if constexpr (detail::is_one_tensor<Args&&...> && detail::MapsOneTensor<Derived>) {
@@ -507,8 +505,8 @@ class Module : public ModuleBase {
                     "compare their number and types with its declaration");
     }
   }
-  // model(x, {}), model(x, {.causal = true}): where Derived has one forward, an argument in braces
-  // is made of the type that it has there.
+  // model(x, {}), model(x, {.causal = true}): if Derived has one forward, an argument in braces has
+  // the parameter's type.
   template <class D = Derived>
   auto operator()(detail::ForwardArg<D, 0> a, detail::ForwardArg<D, 1> b) const {
     return call_forward(static_cast<decltype(a)&&>(a), static_cast<decltype(b)&&>(b));
@@ -526,7 +524,7 @@ class Module : public ModuleBase {
                         static_cast<decltype(c)&&>(c), static_cast<decltype(d)&&>(d));
   }
 
-  // Another entry point, with all that operator() does: model.call(&Bert::pool, hidden).
+  // Calls another entry point, with all that operator() does: model.call(&Bert::pool, hidden).
   template <class Method, class... Args>
   requires std::is_member_function_pointer_v<Method>
   auto call(Method method, Args&&... args) const {

@@ -19,7 +19,7 @@ struct LoraTarget {
   double alpha;
 };
 
-// What of the adapters a file holds. Its tensor is transposed where the module's is not.
+// A tensor of an adapter file. It is transposed where the module's is not.
 struct LoraEntry {
   std::string key;   // PEFT's
   std::string name;  // the model's state
@@ -30,12 +30,12 @@ struct LoraEntry {
 // Owned by the layer that it extends.
 class LoraAdapter : public ModuleExtension {
  public:
-  // Puts children and hook into target.module.
+  // Adds children and hook to target.module.
   static void install(const LoraTarget& target, std::shared_ptr<const LoraOptions> options);
-  // The active one, the one of a name; nullptr for a layer without.
+  // The active adapter, or the one of a name; nullptr for a layer without.
   static LoraAdapter* of(const ModuleBase& module);
   static LoraAdapter* of(const ModuleBase& module, const std::string& adapter);
-  // All of a layer, in the order in which they were added.
+  // All adapters of a layer, in the order in which they were added.
   static std::vector<LoraAdapter*> all_of(const ModuleBase& module);
   ~LoraAdapter() override;
   void extend(ModuleBase& copy) const override;
@@ -44,7 +44,7 @@ class LoraAdapter : public ModuleExtension {
   LoraTarget target(const std::string& name) const { return {name, &module_, rank_, alpha_}; }
   bool merged() const { return original_.defined(); }
   void merge();
-  // What merging puts in the weight's place, of whole tensors.
+  // The merged value of the weight, from whole tensors.
   Tensor merged_weight(const Tensor& weight, const Tensor& a, const Tensor& b) const;
   void unmerge();
   void set_enabled(bool enabled) { enabled_ = enabled; }
@@ -68,7 +68,7 @@ class LoraAdapter : public ModuleExtension {
   ModuleBase* b_ = nullptr;
   bool enabled_ = true;
   bool active_ = true;
-  std::unique_ptr<LoraAdapter> next_;  // another one of the layer
+  std::unique_ptr<LoraAdapter> next_;  // the layer's next adapter
   Tensor original_;                    // the weight that merging has replaced
   Tensor merged_;                      // by this one
   HookHandle hook_;
@@ -86,7 +86,7 @@ std::vector<NamedLora> lora_adapters(ModuleBase& model, const std::string& adapt
 // The names of A's and B's modules in a layer.
 std::string lora_part(const LoraOptions& options, const char* part);
 
-// In the scope functions about the active adapter are about this one. Nothing else changes.
+// In the scope functions about the active adapter are about this one.
 class LoraInHand {
  public:
   LoraInHand(ModuleBase& model, const std::string& adapter);
@@ -99,18 +99,19 @@ class LoraInHand {
   std::string before_;
 };
 
-// The layers that the options name, all options checked. Not strict: names and patterns that match
-// nothing are passed over while something matches.
+// The layers that the options name, all options checked. Not strict: names and patterns without a
+// match are ignored if another matches.
 std::vector<LoraTarget> lora_targets(ModuleBase& model, const LoraOptions& options, bool strict);
 
-// What add_lora does once its targets are known.
+// The part of add_lora after the targets are known.
 LoraSummary install_lora(ModuleBase& model, const std::vector<LoraTarget>& targets,
                          const LoraOptions& options);
 
-// What a file of these adapters holds, in the order of the model. They need not be there yet.
+// The tensors in a file of these adapters, in the order of the model. The adapters need not exist
+// yet.
 std::vector<LoraEntry> lora_entries(ModuleBase& model, const std::vector<LoraTarget>& targets,
                                     const LoraOptions& options);
-// Of the active adapter.
+// For the active adapter.
 std::vector<LoraTarget> installed_targets(ModuleBase& model);
 
 LoraSummary lora_summary(ModuleBase& model);

@@ -35,7 +35,7 @@ struct BertConfig {
   int64_t context = 512;  // max_position_embeddings: the longest sequence
   int64_t types = 2;      // type_vocab_size
   int64_t labels = 2;
-  double dropout = 0.1;            // of embeddings and of what each layer adds
+  double dropout = 0.1;            // of embeddings and of each layer's updates
   double attention_dropout = 0.1;  // of attention weights
   double classifier_dropout = -1;  // negative: `dropout`
   double layer_norm_eps = 1e-12;
@@ -52,9 +52,9 @@ struct BertConfig {
 };
 
 struct TokenFeatures {
-  Tensor type_ids = {};        // [B, T] i64: which text a token is of; undefined: all of the first
+  Tensor type_ids = {};        // [B, T] i64: 0 for the first text, 1 for the second; undefined: 0
   Tensor attention_mask = {};  // [B, T], 0 for padding; undefined: no padding
-  // [B] i64 instead of the mask, for padding on the right: attention passes it over.
+  // [B] i64, number of tokens, instead of the mask, for padding on the right: attention skips it.
   Tensor lengths = {};
   void visit_tensors(auto&& visit) { visit(type_ids), visit(attention_mask), visit(lengths); }
 };
@@ -73,7 +73,7 @@ struct Embeddings : Module<Embeddings> {
   LayerNorm& norm;
 };
 
-// Which keys are tokens: at most one of the two is defined.
+// Which keys are tokens; at most one of the two is defined.
 struct VisibleKeys {
   Tensor mask = {};     // [B, 1, 1, T] bool
   Tensor lengths = {};  // [B], of rows that are padded on the right
@@ -91,7 +91,7 @@ struct SelfAttention : Module<SelfAttention> {
   Linear& value;
 };
 
-// dense, dropout, and the layer norm of its sum with what the sublayer received.
+// dense, dropout, and the layer norm of its sum with the sublayer's input.
 struct SublayerOutput : Module<SublayerOutput> {
   SublayerOutput(int64_t inputs, const BertConfig& config);
   Tensor forward(const Tensor& x, const Tensor& residual);
@@ -165,17 +165,17 @@ class Bert : public Module<Bert> {
   BertOutput forward(const Tensor& ids, const TokenFeatures& features = {},
                      const Tensor& labels = {});
 
-  // A folder of transformers: config.json and model.safetensors. A checkpoint of the encoder alone
-  // (any BERT before fine-tuning) leaves the classifier, and a missing pooler, at their initial
-  // values: `fresh` gets their names; without it they are an error. Heads of pre-training and
-  // position id buffers are passed over; LayerNorm's old names gamma and beta are known.
-  // FormatError, IoError, ValueError.
+  // Reads a folder of transformers: config.json and model.safetensors. A checkpoint of the encoder
+  // alone (any BERT before fine-tuning) leaves the classifier, and a missing pooler, at their
+  // initial values: `fresh` gets their names; without `fresh` they are an error. Heads of
+  // pre-training and position id buffers are ignored; LayerNorm's old names gamma and beta are
+  // accepted. FormatError, IoError, ValueError.
   static std::unique_ptr<Bert> from_pretrained(const std::string& folder,
                                                std::vector<std::string>* fresh = nullptr);
   void load_weights(const std::string& safetensors_path, std::vector<std::string>* fresh = nullptr);
-  // Makes the folder where it is missing. Files appear whole or not at all, model.safetensors last.
+  // Creates a missing folder. Files appear whole or not at all, model.safetensors last.
   void save_pretrained(const std::string& folder) const;
-  // The same of whole weights that were gathered from parts (distributed::full_state_dict).
+  // The same with whole weights that were gathered from shards (distributed::full_state_dict).
   void save_pretrained(const StateDict& weights, const std::string& folder) const;
 
   std::unique_ptr<Bert> remake() const { return std::make_unique<Bert>(config); }

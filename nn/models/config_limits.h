@@ -1,5 +1,5 @@
-// What a config.json may ask for at most, so that a damaged one ends in an error and not in hours or
-// in numbers that overflow.
+// Upper limits for a config.json, so that a damaged one is an error instead of hours of work or
+// numbers that overflow.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace tessera::nn::models {
 
-inline constexpr int64_t kLargestSize = int64_t{1} << 31;  // products of two are numbers, too
+inline constexpr int64_t kLargestSize = int64_t{1} << 31;  // the product of two does not overflow
 inline constexpr int64_t kMostLayers = 1024;    // a thousand were trained; a plan takes 6 s
-inline constexpr double kMostWeights = 0x1p50;  // bytes of their training are numbers
+inline constexpr double kMostWeights = 0x1p50;  // bytes of their training do not overflow
 
 inline void check_extent(const char* model, int64_t layers, double weights) {
   TS_CHECK_AS(ConfigError, layers <= kMostLayers, model, "has at most ", kMostLayers,

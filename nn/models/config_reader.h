@@ -12,21 +12,21 @@ namespace tessera::nn::models {
 
 class ConfigReader {
  public:
-  // IoError; FormatError: not JSON, no object.
+  // IoError; FormatError: not JSON, or not an object.
   explicit ConfigReader(const std::string& path);
 
-  // FormatError: absent without a fallback, or of another kind. null is as absent.
+  // FormatError: missing without a fallback, or of another type. null counts as missing.
   int64_t integer(const char* field, std::optional<int64_t> fallback = {}) const;
   double number(const char* field, double fallback) const;
   bool flag(const char* field, bool fallback) const;
   std::string text(const char* field, const std::string& fallback = "") const;
-  // What a class of transformers has for a field that is not there. Of null it makes nothing.
+  // The default of a transformers class for a missing field; null stays null.
   int64_t integer_or_class(const char* field, int64_t of_null, int64_t of_class) const {
     return integer(field, json_.contains(field) ? of_null : of_class);
   }
-  // A field of which the model knows one value: UnsupportedError for others.
+  // A field of which the model supports one value: UnsupportedError for others.
   void require(const char* field, const nlohmann::json& value) const;
-  // config.check(), whose errors name the file then.
+  // Calls config.check(), whose errors then name the file.
   void check(const auto& config) const {
     try {
       config.check();

@@ -35,7 +35,7 @@ struct GptConfig {
   double layer_norm_eps = 1e-5;
   double initializer_range = 0.02;
   bool tied = true;  // the head's weight is the table's
-  // The id that ends a document, as transformers' generate() reads it; negative: none.
+  // The id that ends a document, as in transformers' generate(); negative: none.
   int64_t end_of_text = -1;
   std::string tokenizer = {};  // "bytes" or "gpt2", for programs that read the folder
 
@@ -47,20 +47,20 @@ struct GptConfig {
   void write(const std::string& path, DType dtype) const;
 };
 
-// The parts of the model, by the names of transformers.
+// The parts of the model have transformers' names.
 namespace gpt2 {
 
-// Keys and values of the tokens so far, so that generation computes each token once.
+// Keys and values of earlier tokens, so that generation computes each token once.
 class KvCache {
  public:
-  // Room for `batch` sequences of the model's context.
+  // Allocates for `batch` sequences of the model's context.
   KvCache(const GptConfig& config, int64_t batch, DType dtype = kF32, const Device& device = kCpu);
 
   int64_t length() const { return length_; }  // tokens held
   int64_t capacity() const { return keys_.at(0).size(2); }
   void clear() { length_ = 0; }
 
-  // Adds the keys and values [B, H, T, E] of one layer behind those held and gives all of them.
+  // Appends the keys and values [B, H, T, E] of one layer and returns all of them.
   struct Held {
     Tensor keys, values;  // [B, H, length + T, E]
   };
@@ -111,7 +111,7 @@ struct Transformer : Module<Transformer> {
 enum class Logits {
   kWithoutLoss,  // computed where no targets are given; a loss alone never holds [B, T, V]
   kAll,
-  kLast,  // of the last token of each sequence: [B, 1, V]
+  kLast,  // for the last token of each sequence: [B, 1, V]
 };
 
 struct GptOutput {
@@ -125,21 +125,21 @@ class Gpt : public Module<Gpt> {
   explicit Gpt(const GptConfig& config);
 
   // tokens: [B, T] i64 or i32, T + cache length <= context; targets: [B, T], the token that follows
-  // each one (-100: none). A loss beside logits is calculated from all of them.
+  // each one (-100: none). With both logits and loss, all logits are materialized.
   GptOutput forward(const Tensor& tokens, const Tensor& targets = {},
                     Logits logits = Logits::kWithoutLoss, gpt2::KvCache* cache = nullptr);
 
-  // A folder of transformers: config.json and model.safetensors, names with or without the prefix
-  // "transformer.", c_attn, c_fc and c_proj weights as [in, out] (Conv1D). Causal mask buffers are
-  // passed over. A head that config.json ties to wte and that has other values is one of its own,
-  // which a line on stderr says. FormatError, IoError, ValueError.
+  // Reads a folder of transformers: config.json and model.safetensors, names with or without the
+  // prefix "transformer.", c_attn, c_fc and c_proj weights as [in, out] (Conv1D). Causal mask
+  // buffers are ignored. If config.json ties the head to wte and the file has other values for it,
+  // the head is untied, and a line on stderr says so. FormatError, IoError, ValueError.
   static std::unique_ptr<Gpt> from_pretrained(const std::string& folder);
   void load_weights(const std::string& safetensors_path);
-  // From any device. Makes the folder where it is missing. Files appear whole or not at all,
+  // Works on any device. Creates a missing folder. Files appear whole or not at all,
   // model.safetensors last; `metadata` goes into its header.
   void save_pretrained(const std::string& folder,
                        const std::map<std::string, std::string>& metadata = {}) const;
-  // The same of whole weights that were gathered from parts (distributed::full_state_dict).
+  // The same with whole weights that were gathered from shards (distributed::full_state_dict).
   void save_pretrained(const StateDict& weights, const std::string& folder,
                        const std::map<std::string, std::string>& metadata = {}) const;
 
@@ -147,7 +147,7 @@ class Gpt : public Module<Gpt> {
 
   const GptConfig config;
   gpt2::Transformer& transformer;
-  Linear& lm_head;  // its weight is wte's where they are tied
+  Linear& lm_head;  // shares wte's weight if tied
 
  private:
   void initialise();

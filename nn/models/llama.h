@@ -21,20 +21,20 @@
 
 namespace tessera::nn::models {
 
-// The parts of the model, by the names of transformers.
+// The parts of the model have transformers' names.
 namespace llama {
 
-// Keys and values of the tokens so far, so that generation computes each token once.
+// Keys and values of earlier tokens, so that generation computes each token once.
 class KvCache {
  public:
-  // Room for `batch` sequences of `capacity` tokens.
+  // Allocates for `batch` sequences of `capacity` tokens.
   KvCache(const LlamaConfig& config, int64_t batch, int64_t capacity, DType dtype = kF32,
           const Device& device = kCpu);
   int64_t length() const { return length_; }  // tokens held
   struct Held {
     Tensor keys, values;  // [B, keys(), length + T, head()]
   };
-  // Adds the keys and values [B, keys(), T, head()] of one layer and gives all of them.
+  // Appends the keys and values [B, keys(), T, head()] of one layer and returns all of them.
   Held append(size_t layer, const Tensor& keys, const Tensor& values);
   void advance(int64_t tokens) { length_ += tokens; }  // after the last layer
 
@@ -43,10 +43,10 @@ class KvCache {
   int64_t length_ = 0;
 };
 
-// What all layers of one call share.
+// Values that all layers of one call share.
 struct Positions {
   RotaryAngles angles;
-  AttentionOptions all, window;  // what a layer without and with a window sees
+  AttentionOptions all, window;  // masks of layers without and with a window
   void visit_tensors(auto&& visit) {
     visit(angles.cos), visit(angles.sin), visit(all.mask), visit(window.mask);
   }
@@ -103,7 +103,7 @@ struct Decoder : Module<Decoder> {
 }  // namespace llama
 
 struct LlamaOutput {
-  Tensor logits;  // [B, T, V], or of the last tokens [B, 1, V]; undefined where there is a loss
+  Tensor logits;  // [B, T, V], or of the last tokens [B, 1, V]; undefined with a loss
   Tensor loss;    // mean cross-entropy over targets other than -100, or undefined
   void visit_tensors(auto&& visit) { visit(logits), visit(loss); }
 };
@@ -111,12 +111,12 @@ struct LlamaOutput {
 class Llama : public Module<Llama> {
  public:
   explicit Llama(const LlamaConfig& config);
-  // tokens: [B, T] i64 or i32; targets: [B, T], the token that follows each one (-100: none).
-  // With targets there is a loss and no logits, which never stand in memory whole.
+  // tokens: [B, T] i64 or i32; targets: [B, T], the token that follows each one (-100: none). With
+  // targets there is a loss and no logits, which are never in memory whole.
   LlamaOutput forward(const Tensor& tokens, const Tensor& targets = {}, bool last_only = false,
                       llama::KvCache* cache = nullptr);
 
-  // A folder of transformers, with one model.safetensors or shards and an index.
+  // Reads a folder of transformers, with one model.safetensors or shards and an index.
   static std::unique_ptr<Llama> from_pretrained(const std::string& folder);
   // Files appear whole or not at all; config.json comes last.
   void save_pretrained(const std::string& folder, const std::string& max_shard_size = "10GB") const;

@@ -1,4 +1,4 @@
-// What a Llama, Mistral, Qwen2 or Qwen3 is made of, as config.json of transformers says it.
+// The configuration of a Llama, Mistral, Qwen2 or Qwen3, as in config.json of transformers.
 #pragma once
 
 #include <cstdint>
@@ -30,11 +30,11 @@ struct LlamaConfig {
   bool qkv_bias = false;  // qwen2; llama with attention_bias
   bool out_bias = false;  // llama and qwen3 with attention_bias
   bool mlp_bias = false;  // llama
-  // qwen3: queries and keys of each head go through an RMSNorm before they are turned.
+  // qwen3: queries and keys of each head go through an RMSNorm before the rotation.
   bool head_norms = false;
   RotaryOptions rotary = {};
-  // Layers from `first_window_layer` on see the `window` latest tokens alone, their own among them;
-  // 0: all layers see all.
+  // Layers from `first_window_layer` on attend to the `window` latest tokens only, including the
+  // current one; 0: all layers attend to all tokens.
   int64_t window = 0;
   int64_t first_window_layer = 0;
   int64_t begin_of_text = -1;             // bos_token_id; negative: none

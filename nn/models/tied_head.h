@@ -1,4 +1,4 @@
-// Heads that share their weight with the table of tokens, in folders of transformers.
+// Heads that share their weight with the token embedding, in folders of transformers.
 #pragma once
 
 #include <optional>
@@ -8,13 +8,13 @@
 
 namespace tessera::nn::models {
 
-// Where "lm_head.weight" has other values than the table of that name: the first place and both
-// values. Nothing where they agree or one of them is not there. Of any device.
+// If "lm_head.weight" has other values than the embedding of that name: the first place and both
+// values. Nothing if they agree or one of them is missing. Works on any device.
 std::optional<std::string> own_head(const StateDict& weights, const std::string& table);
 
-// Whether the head is the table's, as the config of a folder says (`tied`) and as its weights are:
-// transformers makes two parameters of a pair that its config ties and its file holds apart. A line
-// on stderr says so.
+// Whether the head is tied, from the config of a folder (`tied`) and its weights: transformers
+// makes two parameters of a pair that the config ties and the file stores with different values. A
+// line on stderr says so.
 bool is_head_tied(bool tied, const StateDict& weights, const std::string& table,
                   const std::string& folder);
 
