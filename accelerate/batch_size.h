@@ -7,14 +7,14 @@
 //       return train(model, loader);
 //     });
 //
-// Sizes go down by a tenth: 128 115 103 92 82 ... A try has failed where any rank throws
-// OutOfMemory or std::bad_alloc: all ranks then try the next size together. Any other exception
-// ends the search on its rank, and with the rank's failure that of the others.
+// Sizes go down by a tenth: 128 115 103 92 82 ... An attempt fails if any rank throws OutOfMemory
+// or std::bad_alloc; all ranks then try the next size together. Any other exception ends the search
+// on its rank, and the failure of that rank ends it on the others.
 //
 // Ranks agree when their bodies have ended. A rank that runs out of memory while others are in a
-// collective ends it for all: they see a DistributedError, leave their bodies too (let it pass),
-// and all try the next size together. What a body makes goes with it; with an Accelerator it begins
-// with free_memory().
+// collective ends the collective for all: they see a DistributedError, which their bodies must let
+// pass, and all try the next size together. Objects that a body makes are destroyed with it; with
+// an Accelerator it begins with free_memory().
 #pragma once
 
 #include <concepts>
@@ -30,9 +30,9 @@
 namespace tessera {
 
 struct BatchSizeOptions {
-  // The next size to try; must fall. Default: size * 9 / 10.
+  // The next size to try, smaller than `size`. Default: size * 9 / 10.
   std::function<int64_t(int64_t size)> next = {};
-  // Told on the main rank when a try has failed.
+  // Called on the main rank when an attempt has failed.
   std::function<void(int64_t size, const std::string& reason)> on_failure = {};
 };
 
@@ -43,8 +43,8 @@ int64_t search_batch_size(const ProcessControl& ranks, int64_t start,
                           const BatchSizeOptions& options, const SourceLocation& where);
 }  // namespace detail
 
-// What the body returned at the first size that succeeded. Collective. ValueError for a start below
-// 1 or a `next` that does not fall, OutOfMemory where no size is left.
+// Returns the body's result at the first size that succeeded. Collective. ValueError for a start
+// below 1 or a `next` that is not smaller, OutOfMemory if no size is left.
 template <std::invocable<int64_t> Body>
 auto find_executable_batch_size(const ProcessControl& ranks, int64_t start, Body&& body,
                                 const BatchSizeOptions& options = {},

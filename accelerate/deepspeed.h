@@ -1,6 +1,6 @@
 // The sections "optimizer" and "scheduler" of a DeepSpeed configuration (the setting
-// deepspeed_config_file), as optimizers and schedules. Accelerate has DummyOptim and DummyScheduler
-// for them.
+// deepspeed_config_file) as optimizers and schedules. Accelerate's counterparts are DummyOptim and
+// DummyScheduler.
 //
 //     Accelerator accelerator({.deepspeed_config = "ds_zero2.json"});
 //     Gpt model(config);
@@ -9,7 +9,7 @@
 //         *optimizer, {.warmup_num_steps = 100, .total_num_steps = 2000});
 //     accelerator.prepare(model, optimizer, schedule, loader);
 //
-// What the file says counts; what it leaves "auto", or does not say, the program's options say. Two
+// The file's values count; values that are "auto" or missing come from the program's options. Two
 // numbers that differ are a ConfigError.
 #pragma once
 
@@ -29,12 +29,11 @@ namespace tessera::accelerate {
 struct DeepSpeedConfig;
 
 // ---- DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py): rules for optim::RuleSchedule.
-// Their first step is DeepSpeed's before any (last_batch_iteration -1), so step s has the rate of
-// its iteration s - 1. Groups' own rates count in WarmupCosineLR, and in WarmupLR where it has no
-// warmup_max_lr, as there.
+// As in DeepSpeed the first step has the rate before its scheduler's first step
+// (last_batch_iteration -1), so step s has the rate of its iteration s - 1. Groups' own rates count
+// in WarmupCosineLR, and in WarmupLR without warmup_max_lr.
 
-// From min_lr to max_lr in warmup_num_steps (2 at least), along a logarithm or a line, then
-// max_lr.
+// From min_lr to max_lr in warmup_num_steps (at least 2), along a logarithm or a line, then max_lr.
 struct WarmupLR {
   double warmup_min_lr = 0;
   std::optional<double> warmup_max_lr = {};  // default: the group's own rate
@@ -43,8 +42,8 @@ struct WarmupLR {
   double rate(int64_t step, double base) const;
   void check() const;
 };
-// The same, then down a line to min_lr at total_num_steps. warmup_max_lr is 0.001 by default, also
-// where groups have other rates.
+// The same, then linearly down to min_lr at total_num_steps. warmup_max_lr is 0.001 by default,
+// also for groups with other rates.
 struct WarmupDecayLR {
   WarmupLR warmup = {};
   int64_t total_num_steps = 0;
@@ -62,8 +61,8 @@ struct WarmupCosineLR {
   double rate(int64_t step, double base) const;
   void check() const;
 };
-// min_lr * (1 + step_rate * interval): interval are the steps in units of step_size, whole ones
-// where staircase. Smith 2015.
+// min_lr * (1 + step_rate * interval), where interval is the number of steps in units of step_size,
+// rounded down if staircase. Smith 2015.
 struct LRRangeTest {
   double lr_range_test_min_lr = 1e-3;
   int64_t lr_range_test_step_size = 2000;
@@ -72,9 +71,9 @@ struct LRRangeTest {
   double rate(int64_t step, double base) const;
   void check() const;
 };
-// From cycle_min_lr to cycle_max_lr and back, along lines or in so many stairs, while momentum goes
-// the other way; then down, where decay_step_size is not 0. Smith 2018. The first step has
-// cycle_min_mom, as there, and the next is near cycle_max_mom.
+// From cycle_min_lr to cycle_max_lr and back, along lines or in the given numbers of stairs, while
+// momentum moves in the opposite direction; then down, if decay_step_size is not 0. Smith 2018. As
+// in DeepSpeed the first step has cycle_min_mom, and the next is near cycle_max_mom.
 struct DeepSpeedOneCycle {
   double cycle_min_lr = 0;
   double cycle_max_lr = 0;
@@ -101,14 +100,14 @@ struct DeepSpeedOneCycle {
 
 // ---- What the program says beside the file
 
-// What the file's "auto" means, and what holds where it says nothing; Accelerate's DummyOptim.
+// Values for the file's "auto" and for missing keys; Accelerate's DummyOptim.
 struct ConfiguredOptimizerOptions {
   std::optional<double> lr = {};            // default 1e-3
   std::optional<double> weight_decay = {};  // default 0
   std::optional<std::array<double, 2>> betas = {};
   std::optional<double> eps = {};
 };
-// A group's own numbers come before the file's, as in torch's groups of parameters.
+// A group's own numbers have priority over the file's, as in torch's parameter groups.
 struct ConfiguredGroup {
   NamedTensors parameters;
   std::optional<double> lr = {};
@@ -119,9 +118,9 @@ struct ConfiguredScheduleOptions {
   std::optional<int64_t> total_num_steps = {};  // optimizer updates
 };
 
-// Of the file's section; ConfigError for none, for a type or a parameter that is unknown (with the
-// nearest), for a number that cannot be. UnsupportedError for optimizers that exist in DeepSpeed
-// alone.
+// From the file's section; ConfigError for a missing section, for an unknown type or parameter
+// (with the nearest), for an invalid number. UnsupportedError for optimizers that only DeepSpeed
+// has.
 std::unique_ptr<optim::Optimizer> make_optimizer(const DeepSpeedConfig& config,
                                                  const std::vector<ConfiguredGroup>& groups,
                                                  const ConfiguredOptimizerOptions& options = {});

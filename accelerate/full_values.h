@@ -1,6 +1,7 @@
-// Whole f32 values of a model in training, one at a time, whatever each rank holds of them: a
-// parameter, its gradient, its optimizer states. DeepSpeed's safe_get_full_fp32_param(),
-// safe_get_full_grad(), safe_get_full_optimizer_state() and their safe_set_ forms.
+// Reads and writes whole f32 values of a model in training by name, one at a time, whatever the
+// sharding: a parameter, its gradient, its optimizer states. The counterparts of DeepSpeed's
+// safe_get_full_fp32_param(), safe_get_full_grad(), safe_get_full_optimizer_state() and their
+// safe_set_ forms.
 //
 //     const FullValues values = accelerator.full_values(model);
 //     const Tensor weight = values.parameter("head.weight");    // its f32 master, where it has one
@@ -8,16 +9,15 @@
 //     const Tensor moment = values.state("head.weight", "exp_avg");
 //     values.set_parameter("head.weight", weight * 0.5);        // alike on all ranks
 //
-// A parameter is said by its name in the model, or as the tensor itself. What is read is a copy,
-// f32 (f64 of f64), on every rank; reading is collective where ranks hold parts, in every mode of
-// sharding alike, and nothing stays behind. What is written must be alike on all ranks, of which
-// each keeps what it holds: nothing travels. Steps go on with it, from masters and states that were
-// written to as from any other.
+// A parameter is given by its name in the model, or as the tensor itself. Reading returns a copy,
+// f32 (f64 for f64), on every rank; it is collective if the model is sharded, in every mode alike,
+// and keeps nothing. Values written must be the same on all ranks, each of which keeps its shard;
+// nothing is sent. Training continues from written masters and states as from any others.
 //
-// Errors: ValueError for a name that is none (with the nearest), a parameter without a gradient, a
-// parameter that no optimizer has, a state that is not there yet or never (with those that are);
-// AutogradError for a gradient that is a sum so far, since ranks have no such sum in common;
-// ShapeError for a value of another shape. They are the same on all ranks, before anything is sent.
+// Errors: ValueError for an unknown name (with the nearest), a parameter without a gradient, a
+// parameter that no optimizer has, a state that does not exist (with those that do); AutogradError
+// for a gradient that is an unfinished sum, which the ranks do not share; ShapeError for a value of
+// another shape. All ranks throw the same, before anything is sent.
 #pragma once
 
 #include <functional>
@@ -33,7 +33,7 @@
 
 namespace tessera::accelerate {
 
-// A parameter of a model: by its dotted name, or itself.
+// A parameter of a model, by its dotted name or as the tensor.
 class ParameterName {
  public:
   ParameterName(const char* name) : name_(name) {}
@@ -47,16 +47,17 @@ class ParameterName {
 };
 
 struct FullValuesOptions {
-  std::vector<optim::Optimizer*> optimizers = {};  // that hold the parameters; they outlive this
-  // What gradients are multiplied by until their step: the scale of losses.
+  std::vector<optim::Optimizer*> optimizers = {};  // that hold the parameters; must outlive this
+  // The factor of gradients until their step: the loss scale.
   std::function<double()> gradient_scale = {};
-  // Why gradients are no means yet; empty: they are.
+  // The reason why gradients are not means yet; empty if they are.
   std::function<std::string()> sum_so_far = {};
   // Called after a gradient was written.
   std::function<void()> written = {};
 };
 
-// The Accelerator makes it. Of a model of fully_shard(), zero() or replicate() without one:
+// The Accelerator makes it. For a model of fully_shard(), zero() or replicate() without an
+// Accelerator:
 //
 //     FullValues values(model, {.optimizers = {&optimizer}});
 class FullValues {
@@ -64,21 +65,21 @@ class FullValues {
   explicit FullValues(nn::ModuleBase& model, FullValuesOptions options = {});
 
   Tensor parameter(const ParameterName& name) const;
-  // What the next step would read, but for a clip that it applies itself, without the scale of the
-  // loss.
+  // The gradient that the next step would read, without the loss scale, and before a clip that the
+  // step applies itself.
   Tensor gradient(const ParameterName& name) const;
-  // "exp_avg" and so on: the names are the optimizer's (optim/optimizers.h).
+  // "exp_avg" and so on, the optimizer's names (optim/optimizers.h).
   Tensor state(const ParameterName& name, std::string_view state) const;
   std::vector<std::string> state_names(const ParameterName& name) const;  // that are there
 
-  // The master and, rounded, the parameter.
+  // Writes the master and, rounded, the parameter.
   void set_parameter(const ParameterName& name, const Tensor& value) const;
   void set_gradient(const ParameterName& name, const Tensor& value) const;
   void set_state(const ParameterName& name, std::string_view state, const Tensor& value) const;
 
  private:
   NamedTensor find(std::string_view where, const ParameterName& name) const;
-  // The optimizer that has it, and its name there; null: none.
+  // The optimizer that has it, and its name there; null if none has.
   struct Held {
     optim::Optimizer* optimizer = nullptr;
     std::string name = {};

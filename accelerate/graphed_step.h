@@ -1,5 +1,5 @@
-// The body of a training loop as CUDA graphs, one for each place in the window of gradient
-// accumulation: what is said in optim/graphed_step.h, for what an Accelerator has prepared.
+// The body of a training loop as CUDA graphs, one for each place in the accumulation window: the
+// counterpart of optim/graphed_step.h for prepared objects.
 //
 //     auto step = accelerator.graphed_step([&](const TensorList& batch) -> TensorList {
 //       const auto micro = accelerator.accumulate(model);
@@ -15,31 +15,30 @@
 //       schedule.step();  // of the host: outside
 //     }
 //
-// Training has the bits that it has without graphs. At each place of the window (its first, its
-// last and the micro-batches between, with each shape of inputs and each weight of a batch) the
-// first calls run the function as it is, the next one captures it, and later ones are replays: one
-// launch, while the host does its own part, the windows, the streams of random numbers, learning
-// rates and the steps' numbers. A graph keeps memory for the activations of its micro-batch. So a
-// window of one takes one graph, a longer one three.
+// Training has the same bits as without graphs. At each place of the window (its first micro-batch,
+// its last and those between, for each shape of inputs and each weight of a batch) the first calls
+// run the function eagerly, the next one captures it, and later ones are replays: one launch, while
+// the host handles windows, random streams, learning rates and step numbers. A graph keeps memory
+// for the activations of its micro-batch. A window of one micro-batch needs one graph, a longer one
+// three.
 //
-// A call that no graph fits runs the function as it is: inputs of a shape that is new, places
-// beyond max_graphs, and what follows such a call within a window (its gradients lie elsewhere).
-// calls_as_they_are() counts them. Where steps must not be graphs at all (to debug a model), the
-// setting cuda_graphs is false, and every call is a call of the function, as on a CPU.
+// A call that fits no graph runs the function eagerly: inputs of a new shape, places beyond
+// max_graphs, and later calls in the same window (since gradients have other addresses).
+// calls_as_they_are() counts them. To debug a model set cuda_graphs to false: every call then runs
+// the function, as on a CPU.
 //
-// What a graph would not know is an UnsupportedError at the capture that names it, and then no step
-// was done; the training goes on without the graph. So are: a window that the function opens twice
-// or not at all, or in which it leaves gradients clipped without a step; a weight that backward()
-// is given, a number of the host; random numbers that the function draws outside of prepared
-// models; a schedule's step; gradients of before the window that are kept aside; fp16 without
-// scaler_on_device; parameters or states that lie in parts or with the host; gradients that a
-// communication hook sends.
+// A graph cannot contain the following; each is an UnsupportedError at the capture that names it,
+// no step is done then, and training can continue without the graph: a window that the function
+// opens twice or not at all, or in which it clips gradients without a step; a weight given to
+// backward(), which is a host value; random numbers that the function draws outside of prepared
+// models; a schedule's step; gradients from before the window; fp16 without scaler_on_device;
+// sharded or offloaded parameters or states; gradients that a communication hook sends.
 //
-// Several ranks (ddp) capture the reductions of their gradients, too. Beside each replay they agree
-// through the host, as in every backward, on what the window weighs and on who was there; where it
-// weighs something else than in the capture all of them run the function as it is. One rank may
-// replay while another does not. NCCL 2.9 or later captures; ranks that hold parts (zero1 ... fsdp)
-// do not: UnsupportedError of the call that makes the step.
+// Several ranks (ddp) also capture the reductions of their gradients. At each replay they agree
+// through the host, as in every backward, on the weight of the window and on the ranks that take
+// part; if the weight differs from the capture's, all run the function eagerly. One rank may replay
+// while another does not. Capture needs NCCL 2.9 or later; sharded modes (zero1 ... fsdp) are an
+// UnsupportedError of the call that makes the step.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +55,7 @@ namespace tessera::accelerate {
 
 struct GraphedStepOptions {
   int64_t warmup = 3;      // calls at a place before its capture, at least 2
-  int64_t max_graphs = 8;  // each of them keeps its memory
+  int64_t max_graphs = 8;  // each keeps its own memory
 };
 
 class GraphedStep {
@@ -67,16 +66,16 @@ class GraphedStep {
   GraphedStep& operator=(GraphedStep&&) noexcept;
   ~GraphedStep();  // waits for the steps that were queued
 
-  // One micro-batch. Inputs may be anywhere; the results are detached, and of a replay the same
-  // tensors as at the place's last one: read or copy them before its next. Throws what the function
-  // throws, ValueError where the Accelerator is gone.
+  // Runs one micro-batch. Inputs may be on any device; the results are detached, and a replay
+  // returns the same tensors as the place's last one: read or copy them before the next. Throws the
+  // function's own errors, ValueError if the Accelerator was destroyed.
   TensorList operator()(const TensorList& inputs);
 
   int64_t num_graphs() const;
   int64_t replays() const;            // of calls so far
-  int64_t calls_as_they_are() const;  // of calls so far, those of the warm-up among them
+  int64_t calls_as_they_are() const;  // eager calls so far, warm-up included
   int64_t pool_bytes() const;         // of device memory that the graphs hold
-  // Forgets the graphs: for a model that changed (a loaded state, frozen parameters, eval()).
+  // Forgets the graphs, after changes of the model (a loaded state, frozen parameters, eval()).
   void reset();
 
  private:

@@ -1,4 +1,4 @@
-// Local SGD (Stich 2019): ranks step by themselves, and average their parameters now and then.
+// Local SGD (Stich 2019): ranks step by themselves and average their parameters from time to time.
 //
 //     LocalSGD local(accelerator, model, {.steps = 8});
 //     for (auto& batch : loader) {
@@ -9,9 +9,9 @@
 //     }
 //     local.finish();
 //
-// In its life gradients of the model are not reduced: each rank's window has the weight of its own
-// samples. Parameters that require grad are averaged, optimizer states and buffers stay each rank's
-// own. With one rank, or `enabled = false`, nothing is done.
+// During its lifetime gradients of the model are not reduced: each rank's window has the weight of
+// its own samples. Parameters that require grad are averaged; optimizer states and buffers remain
+// each rank's own. With one rank, or `enabled = false`, it does nothing.
 #pragma once
 
 #include <cstdint>
@@ -25,23 +25,23 @@ namespace tessera {
 struct LocalSGDOptions {
   int64_t steps = 8;  // optimizer updates between two averages
   bool enabled = true;
-  // Parameters travel packed in messages of about this size, all under way at once.
+  // Parameters are sent in packed messages of about this size, all at once.
   int64_t bucket_bytes = int64_t{25} << 20;
 };
 
 class LocalSGD {
  public:
-  // `accelerator` and `model`, which is prepared (ValueError), must outlive it. ValueError for less
-  // than one step, UnsupportedError for parameters in 16 bits and for a sharded model.
+  // `accelerator` and `model`, which must be prepared (ValueError), must outlive it. ValueError for
+  // less than one step, UnsupportedError for parameters in 16 bits and for a sharded model.
   LocalSGD(Accelerator& accelerator, nn::ModuleBase& model, const LocalSGDOptions& options = {});
-  // Without finish() (an exception passes) the ranks part as they are.
+  // Without finish() (an exception passes) the ranks keep their different parameters.
   ~LocalSGD();
   LocalSGD(const LocalSGD&) = delete;
   LocalSGD& operator=(const LocalSGD&) = delete;
 
-  // After each micro-batch; counts those that end a window. Collective in every `steps`-th.
+  // Called after each micro-batch; counts those that end a window. Every `steps`-th is collective.
   void step(const SourceLocation& where = SourceLocation::current());
-  // The last average; from here on gradients are reduced again. Collective.
+  // The last average; afterwards gradients are reduced again. Collective.
   void finish(const SourceLocation& where = SourceLocation::current());
   int64_t averages() const { return averages_; }
 

@@ -1,4 +1,4 @@
-// Lines of a training's log that know which rank speaks and where in the program.
+// Log lines that name the rank and the place in the program.
 //
 //     Logger log("train", accelerator);
 //     log.info("epoch begins");                             // the main rank alone
@@ -30,10 +30,10 @@ LogLevel parse_log_level(std::string_view text);
 
 struct LogOptions {
   bool main_process_only = true;
-  // Every rank speaks, one after the other: a barrier for each. All ranks make the call; the level
-  // decides what is written, not who waits.
+  // Every rank logs, one after the other, with a barrier for each. All ranks make the call; the
+  // level decides what is written, not who waits.
   bool in_order = false;
-  // Whose line it is: a function that logs for its caller passes that one's.
+  // The place that the line names; a function that logs for its caller passes the caller's.
   SourceLocation where = SourceLocation::current();
 };
 
@@ -41,7 +41,7 @@ class Logger {
  public:
   using Sink = std::function<void(const std::string& line)>;
 
-  // `accelerator` must outlive it. The level is `level`, else its setting log_level.
+  // `accelerator` must outlive it. The level is `level`, else the accelerator's setting log_level.
   Logger(std::string name, const Accelerator& accelerator, std::string_view level = {});
   // `ranks` must outlive it. The level is `level`, else the setting log_level of flags, environment
   // and file (accelerate/settings/config.h).
@@ -59,13 +59,13 @@ class Logger {
   void error(std::string_view text, const LogOptions& options = {}) {
     log(LogLevel::kError, text, options);
   }
-  // Each text once in the life of this logger.
+  // Logs each text once in the lifetime of this logger.
   void warning_once(std::string_view text, const LogOptions& options = {});
   void log(LogLevel level, std::string_view text, const LogOptions& options = {});
 
   LogLevel level() const { return level_; }
   void set_level(LogLevel level) { level_ = level; }
-  // Where lines go, without their end; stderr by default.
+  // Receives lines without their end; stderr by default.
   void set_sink(Sink sink) { sink_ = std::move(sink); }
 
  private:

@@ -1,4 +1,4 @@
-// What all ranks computed from the samples of the batch in hand, each sample once.
+// Gathers what all ranks computed from the samples of the current batch, each sample once.
 //
 //     for (auto& batch : loader) {
 //       Tensor guesses = model(batch.inputs).logits.argmax(-1);
@@ -6,24 +6,23 @@
 //       correct += all.first.eq(all.second).sum();
 //     }
 //
-// Which rows count is known with each batch (data/dataloader.h, batch_samples()): those that fill
-// up the last batches of an epoch are left out on the rank that has them, before anything travels.
-// So it is exact for all sizes, modes, tails and skips, and what every rank gets is what one
-// process would have, in its order.
+// Each batch knows which of its rows count (data/dataloader.h, batch_samples()): each rank drops
+// the rows that fill up its last batches before it sends. So the result is exact for all sizes,
+// modes, tails and skips, and every rank gets what one process would have, in the same order.
 //
 // A value may be nested as for gather(). In it
 //   a tensor with a row for each row of the batch: becomes the rows that count, of all ranks
 //   a list of numbers, strings or what is made of such (std::vector<std::string>): the same
 //   a scalar tensor: is a value of the rank, and becomes an element for each rank
 //   a number or a string by itself: stays this rank's
-// Any other number of rows is a ShapeError on all ranks: whether it should be cut is not known. Use
-// gather() for what does not belong to samples.
+// Any other number of rows is a ShapeError on all ranks, since it is not known whether it should be
+// cut. Use gather() for values that do not belong to samples.
 //
-// Collective: every rank calls it for the same turn. Where batches are uneven, a rank may be
-// without one in the last turn and does not call: then the others get a DistributedError at once,
-// nothing was sent, and they may go on. Leave that turn out, or use even batches (nothing is
-// counted twice). Of a stream that ranks read unevenly it is not known: there ranks that call in
-// vain get the error of the next collective, of the other rank's end, or of the timeout.
+// Collective: every rank calls it for the same batch number. With uneven batches a rank may have no
+// last batch and not call; then the others get a DistributedError at once, nothing was sent, and
+// they may continue. Skip that batch, or use even batches (nothing is counted twice). For a stream
+// that ranks read in parts this is not known: ranks that call alone get the error of the next
+// collective, of the other rank's end, or of the timeout.
 #pragma once
 
 #include <span>
@@ -63,7 +62,7 @@ struct SampleList {
   void* list;
   size_t size;
   void (*encode)(void* list, size_t count, ByteWriter& out);
-  void (*replace)(void* list, std::span<const std::string> parts);  // by those of all ranks
+  void (*replace)(void* list, std::span<const std::string> parts);  // with those of all ranks
 };
 
 struct MetricLeaves {
@@ -83,7 +82,7 @@ struct MetricLeaves {
 
  private:
   template <class T>
-  void enter(T&) {}  // numbers, strings: this rank's
+  void enter(T&) {}  // numbers, strings: this rank's own
   template <class T>
   void enter(std::optional<T>& value) {
     if (value) (*this)(*value);
@@ -134,8 +133,8 @@ void gather_for_metrics(MetricLeaves& leaves, const data::LoaderBase* loader,
 
 }  // namespace detail
 
-// `loader`: whose batch in hand the value was computed from, LoaderPlan::active(). Null: from no
-// batch, everything is gathered. `group`: the ranks that share the loader.
+// `loader`: the loader of the batch that the value was computed from, LoaderPlan::active(). Null:
+// no batch, everything is gathered. `group`: the ranks that share the loader.
 template <class T>
 T gather_for_metrics(T value, const data::LoaderBase* loader,
                      distributed::Group& group = distributed::world(),

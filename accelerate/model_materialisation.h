@@ -1,4 +1,4 @@
-// Models that are prepared before all ranks have elements for them. Internal: accelerator.h is the
+// Preparation of models that are on the meta device on some ranks. Internal: accelerator.h is the
 // interface.
 //
 //     on no rank       every rank makes what it keeps, with the initial values that one process
@@ -20,22 +20,22 @@ namespace tessera::accelerate {
 
 class ModelMaterialisation {
  public:
-  // Asks all ranks what they have: collective. ConfigError on every rank where rank 0 alone has
-  // elements and the setting is off, where rank 0 lacks what others have; ValueError where values
-  // of no rank are not known.
+  // Asks all ranks which tensors have memory: collective. ConfigError on every rank if only rank 0
+  // has memory and the setting is off, or if rank 0 lacks tensors that others have; ValueError if a
+  // value is known on no rank.
   ModelMaterialisation(nn::ModuleBase& model, const Settings& settings, distributed::Group& ranks,
                        const Device& device);
 
   bool any() const { return state_ != State::kNone; }
-  // Before policies and modes change the model. Where parameters will be cut all ranks are without
-  // elements of them afterwards, and rank 0 keeps the values aside; else all have memory for the
-  // whole. `synchronises`: the mode makes rank 0's parameters everybody's.
+  // Called before policies and modes change the model. If parameters will be sharded, no rank has
+  // memory for them afterwards, and rank 0 keeps the values aside; otherwise all have memory for
+  // the whole. `synchronises`: the mode sends rank 0's parameters to all ranks.
   void begin(bool cuts_parameters, bool synchronises);
-  // Once they are cut.
+  // Called after sharding.
   void make_memory();
-  // Rank 0's values into the model. `take` is called with each of these parameters, and with those
-  // that a policy has narrowed before they had elements, and what of its value this rank keeps, in
-  // the dtype that it had before policies.
+  // Copies rank 0's values into the model. `take` is called with each of these parameters, and with
+  // those that a policy narrowed on the meta device, and the part of the value that this rank
+  // keeps, in its dtype before policies.
   using Take = std::function<void(const Tensor& parameter, const Tensor& value)>;
   void give(const Take& take);
 
@@ -46,8 +46,8 @@ class ModelMaterialisation {
   Device device_;
   State state_ = State::kNone;
   bool cuts_ = false;
-  std::vector<std::string> missing_;  // names that some rank has no elements of
-  // Rank 0's, on the others without elements; of no rank's, how they would have been filled.
+  std::vector<std::string> missing_;  // names of tensors without memory on some rank
+  // On ranks without memory rank 0's values; if no rank has memory, the recorded fills.
   StateDict values_;
 };
 

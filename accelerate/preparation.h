@@ -34,7 +34,7 @@ struct Preparation {
   std::vector<optim::Schedule*> schedules;
   std::vector<optim::PlateauSchedule*> plateau_schedules;
 
-  // What a pointer of any kind leads to; null is passed over.
+  // The object that a pointer of any kind points to; null is ignored.
   template <class T>
   void add(T& object) {
     if constexpr (std::is_same_v<std::remove_const_t<T>, std::nullptr_t>) {

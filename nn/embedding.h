@@ -1,4 +1,4 @@
-// Rows of a table by index.
+// Lookup of rows of a table by index.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// Normalisation layers. Statistics are f32 (f64 for f64) whatever the dtype of x.
+// Normalization layers. Statistics are f32 (f64 for f64) whatever the dtype of x.
 #pragma once
 
 #include <functional>
@@ -15,8 +15,8 @@ struct LayerNormOptions {
   bool elementwise_affine = true;
   bool bias = true;
 };
-// Ba, Kiros, Hinton 2016. Over the last normalized_shape.size() dimensions; weight (ones at first)
-// and bias (zeros) have that shape.
+// Ba, Kiros, Hinton 2016. Normalizes the last normalized_shape.size() dimensions; weight (ones at
+// first) and bias (zeros) have that shape.
 class LayerNorm : public Module<LayerNorm> {
  public:
   using Options = LayerNormOptions;
@@ -63,7 +63,7 @@ struct GroupNormOptions {
   double eps = 1e-5;
   bool affine = true;
 };
-// Wu, He 2018. x: [N, num_channels, ...]; each group of channels is normalised alone.
+// Wu, He 2018. x: [N, num_channels, ...]; each group of channels is normalized by itself.
 class GroupNorm : public Module<GroupNorm> {
  public:
   using Options = GroupNormOptions;
@@ -88,7 +88,7 @@ struct BatchNormOptions {
   bool affine = true;
   bool track_running_stats = true;  // false: batch statistics in evaluation, too
 };
-// The call of batch_norm (autograd/ops.h) that a batch norm layer is about to make.
+// The batch_norm call (autograd/ops.h) that a batch norm layer is about to make.
 struct BatchNormCall {
   const Tensor &x, &running_mean, &running_var, &weight, &bias;
   bool training;
@@ -97,8 +97,8 @@ struct BatchNormCall {
 // Ioffe, Szegedy 2015. Buffers running_mean, running_var (unbiased), num_batches_tracked (i64).
 class BatchNormBase {
  public:
-  // Calls `function` in place of batch_norm from now on; none: batch_norm again. Statistics over
-  // several ranks come in here.
+  // Calls `function` instead of batch_norm from now on; an empty function restores batch_norm. Used
+  // for statistics over several ranks.
   using Function = std::function<Tensor(const BatchNormCall&)>;
   void set_function(Function function) { function_ = std::move(function); }
 
@@ -155,10 +155,10 @@ struct InstanceNormOptions {
   double eps = 1e-5;
   double momentum = 0.1;
   bool affine = false;
-  bool track_running_stats = false;  // and use what was tracked in evaluation
+  bool track_running_stats = false;  // and uses the tracked ones in evaluation
 };
-// Ulyanov, Vedaldi, Lempitsky 2016: each channel of each sample alone. Buffers, where tracked, as
-// of BatchNorm; num_batches_tracked stays 0, as torch's.
+// Ulyanov, Vedaldi, Lempitsky 2016: normalizes each channel of each sample by itself. Tracked
+// buffers are BatchNorm's; num_batches_tracked stays 0, as in torch.
 template <class Derived>
 class InstanceNormModule : public Module<Derived> {
  public:

@@ -118,7 +118,7 @@ class AvgPool1d : public Module<AvgPool1d> {
   const AvgPoolOptions options;
 };
 
-// To any output size: each cell averages its share of the input.
+// Pools to any output size: each cell averages its share of the input.
 class AdaptiveAvgPool2d : public Module<AdaptiveAvgPool2d> {
  public:
   explicit AdaptiveAvgPool2d(const Shape& output_size) : output_size(output_size) {}

@@ -1,11 +1,11 @@
-// Says which layer alone reads the result of a norm.
+// Declares which layer alone reads the result of a norm.
 //
 //     const nn::ReadBy scope(dense);  // of norms called until the block ends
 //     Tensor normed = ln(x);
 //
-// Where that layer runs in fp8 on a GPU and knows its scale before, the norm may write the
-// layer's operand and no result (autograd/fp8/norm.h); anything else that reads the result has
-// it calculated then. Everywhere else the scope changes nothing.
+// If that layer runs in fp8 on a GPU and its scale is known before, the norm may write the layer's
+// operand instead of a result (autograd/fp8/norm.h); another reader triggers the calculation of the
+// result. Otherwise the scope changes nothing.
 #pragma once
 
 #include <tessera/autograd/fp8/norm.h>

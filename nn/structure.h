@@ -1,13 +1,13 @@
-// Whether modules still hold what they held.
+// Detects changes of modules' parameters and children.
 #pragma once
 
 #include <cstdint>
 
 namespace tessera::nn {
 
-// How often, in this process, a module that stood has got a parameter or a child, or given one
-// back. While the number stands, so do the parameter_places() of every module. One load, for who
-// must know it in each forward.
+// How often, in this process, an existing module has got or lost a parameter or a child. While the
+// number is unchanged, so are the parameter_places() of every module. Costs one load, for callers
+// that check in each forward.
 uint64_t structure_changes();
 
 }  // namespace tessera::nn

@@ -1,9 +1,9 @@
-// What a model costs: parameters, memory and floating point operations of each module.
+// The cost of a model: parameters, memory and floating point operations of each module.
 //
 //     std::cout << nn::summary(model, empty({8, 256}, {.dtype = kI64})).table();
 //
-// The forward pass runs on the meta device: nothing is computed and nothing allocated, so that a
-// model larger than memory can be looked at. The module is as before afterwards.
+// The forward pass runs on the meta device: nothing is computed or allocated, so models larger than
+// memory work too. The module is unchanged afterwards.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct SummaryRow {
   int64_t parameters = 0;      // of the module and its children, tied ones once
   int64_t own_parameters = 0;  // without its children
   double flops = 0;  // of all its calls: products, convolutions, attention; children included
-  int64_t output_bytes = 0;  // what all its calls returned
+  int64_t output_bytes = 0;  // bytes of the results of all its calls
   int64_t calls = 0;
 };
 
@@ -40,7 +40,7 @@ struct Summary {
 };
 
 namespace detail {
-// Puts the module on the meta device and watches its calls; restores it at the end.
+// Moves the module to the meta device and records its calls; restores it at the end.
 class SummaryScope {
  public:
   explicit SummaryScope(ModuleBase& module);
@@ -61,7 +61,7 @@ class SummaryScope {
 };
 }  // namespace detail
 
-// `args` as the module is called; their tensors may lie on any device.
+// `args` are the arguments of a call; their tensors may be on any device.
 template <class M, class... Args>
 Summary summary(M& module, Args... args) {
   const NoGradGuard no_grad;

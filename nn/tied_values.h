@@ -1,4 +1,4 @@
-// Two values for what is one parameter: how they differ, for those who have to choose one.
+// Describes how two values of one tied parameter differ.
 #pragma once
 
 #include <optional>
@@ -8,8 +8,8 @@
 
 namespace tessera::nn {
 
-// "at [3, 1]: 0.5 and 0.25", where two tensors of one shape first differ when both are of `dtype`;
-// nothing where they have the same bits. From any device.
+// "at [3, 1]: 0.5 and 0.25", the first difference between two tensors of one shape after conversion
+// to `dtype`; nothing if they have the same bits. Works on any device.
 std::optional<std::string> first_difference(const Tensor& a, const Tensor& b, DType dtype);
 
 }  // namespace tessera::nn

@@ -2,7 +2,7 @@
 // Hooks, devices and sharding see the arguments and results of modules through it.
 //
 // It knows Tensor, optional, pair, tuple, array, vector, span, map and what they contain; numbers,
-// strings and other types without tensors are passed over. A struct says what it holds:
+// strings and other types without tensors are ignored. A struct lists its fields:
 //
 //     struct Output {
 //       Tensor logits, loss;
@@ -10,8 +10,8 @@
 //     };
 //
 // An aggregate without that member does not compile as a module's argument or result, so that no
-// tensor escapes unseen. For a type that is not yours, specialise VisitTensors<T>. References to
-// modules and other objects are not looked into.
+// tensor is missed. For types of other libraries, specialize VisitTensors<T>. References to modules
+// and other objects are not visited.
 #pragma once
 
 #include <array>
@@ -31,7 +31,7 @@
 
 namespace tessera::nn {
 
-// Stands for a callable that accepts whatever a struct's visit_tensors hands to it.
+// A callable that accepts whatever a struct's visit_tensors passes to it, for checks.
 struct AnyVisitor {
   template <class T>
   void operator()(T&) const {}
@@ -65,8 +65,8 @@ template <class T>
 void visit_tensors(T& value, auto&& visitor);
 
 namespace detail {
-// What a struct's own visit_tensors calls for each field: tensors reach the visitor, other fields
-// are looked into.
+// Called by a struct's visit_tensors for each field: passes tensors to the visitor and visits the
+// contents of other fields.
 template <class Visitor>
 struct FieldVisitor {
   Visitor& visitor;
@@ -78,9 +78,8 @@ struct FieldVisitor {
 template <class T>
 inline constexpr bool is_opaque =
     std::is_arithmetic_v<T> || std::is_enum_v<T> || std::is_pointer_v<T> || std::is_const_v<T>;
-// False for a struct without visit_tensors, given or returned by value or by reference: a call says
-// so before it comes to what it makes of its arguments. A reference to const that cannot be copied
-// is passed over.
+// False for a struct without visit_tensors, given or returned by value or by reference, so that a
+// call can say so before other errors. A reference to const that cannot be copied is ignored.
 template <class T>
 inline constexpr bool is_visible = !(std::is_aggregate_v<std::remove_cvref_t<T>> &&
                                      (std::is_copy_constructible_v<std::remove_cvref_t<T>> ||
@@ -101,7 +100,7 @@ void visit_tensors(T& value, auto&& visitor) {
   }
 }
 
-// Structs of core that hold no tensors.
+// Structs of core without tensors.
 template <>
 struct VisitTensors<RandomStream> {
   static void visit(RandomStream&, auto&) {}

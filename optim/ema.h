@@ -14,11 +14,11 @@ struct EMAOptions {
   double decay = 0.999;
 };
 
-// average = decay * average + (1 - decay) * parameter. Averages are f32 for 16-bit parameters, and
-// begin as the parameters' values. Parts of parameters (DTensors) have averages that are the same
-// parts: each rank averages its own, without communication; UnsupportedError for a Partial.
-// Averages follow parameters that are cut or moved after they were made (by prepare()), as the ranks
-// have them: where these begin with different values the EMA is made after prepare().
+// average = decay * average + (1 - decay) * parameter. Averages are f32 for 16-bit parameters and
+// begin as the parameters' values. For sharded parameters (DTensors) each rank averages its own
+// shard, without communication; UnsupportedError for a Partial. Averages follow parameters that
+// prepare() shards or moves later, with each rank's own values; if the ranks begin with different
+// parameters, make the EMA after prepare().
 class EMA {
  public:
   explicit EMA(const NamedTensors& parameters, const EMAOptions& options = {});
@@ -37,7 +37,7 @@ class EMA {
   void rebind(const NamedTensors& parameters);   // other tensors under the same names
   int64_t num_updates() const { return num_updates_; }
 
-  // The parameters hold the averages in the scope, and their own values again afterwards.
+  // In the scope the parameters hold the averages; afterwards they have their own values again.
   class Scope {
    public:
     explicit Scope(EMA& average);
@@ -55,7 +55,7 @@ class EMA {
 
   EMAOptions options_;
   NamedTensors parameters_;
-  mutable NamedTensors averages_;  // where the parameters are, and cut as these are
+  mutable NamedTensors averages_;  // on the parameters' device, sharded as they are
   int64_t num_updates_ = 0;
 };
 

@@ -1,4 +1,5 @@
-// L-BFGS (Liu, Nocedal 1989): full batches, few parameters, a curvature made of the last gradients.
+// L-BFGS (Liu, Nocedal 1989), for full batches and few parameters; it estimates curvature from the
+// last gradients.
 //
 //     optim::LBFGS lbfgs(model.named_parameters(), {.line_search =
 //     optim::LineSearch::kStrongWolfe}); for (int64_t i = 0; i < 20; ++i) {
@@ -10,20 +11,20 @@
 //       });
 //     }
 //
-// A step is up to max_iter iterations, each of which moves along -H g: H is the inverse Hessian
-// that the last history_size pairs of steps and gradients' differences tell of, by two loops over
-// them (Nocedal, Wright, "Numerical Optimization", algorithm 7.4). Without a line search the length
-// is lr (in the first iteration min(1, 1 / |g|_1) lr); kStrongWolfe looks for a length at which
-// loss and slope are lower (algorithms 3.5 and 3.6, with cubic interpolation), calling the closure
-// for each that it tries. Iterations, limits and tests for the end are those of
+// A step runs up to max_iter iterations, each of which moves along -H g, where H is the inverse
+// Hessian estimated from the last history_size pairs of steps and gradient differences by the
+// two-loop recursion (Nocedal, Wright, "Numerical Optimization", algorithm 7.4). Without a line
+// search the step length is lr (in the first iteration min(1, 1 / |g|_1) lr). kStrongWolfe searches
+// for a length with lower loss and slope (algorithms 3.5 and 3.6, with cubic interpolation) and
+// calls the closure for each trial. Iterations, limits and stopping tests are those of
 // torch.optim.LBFGS 2.15.
 //
-// The closure forgets gradients, gives the loss of the present parameters and calls backward; it is
-// called at least once, with recording on, and must give the same for the same parameters. Losses
-// and products are read on the host. Memory: (2 history_size + 4) times the parameters, in f32, f64
-// where one of them is. 16-bit parameters are moved in their own precision, so that small steps are
-// lost. Not an Optimizer, whose step() has no closure: schedules set options().lr by hand, and it
-// does not train under the Accelerator. Parameters that ranks hold parts of: UnsupportedError.
+// The closure clears gradients, returns the loss at the current parameters and calls backward. It
+// is called at least once, with recording on, and must be deterministic. Losses and dot products
+// are read on the host. Memory: (2 history_size + 4) times the parameters, in f32, or f64 if one of
+// them is. 16-bit parameters are updated in their own precision, so small steps are lost. It is not
+// an Optimizer, whose step() has no closure: schedules must set options().lr by hand, and it does
+// not train under the Accelerator. Sharded parameters: UnsupportedError.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +54,7 @@ class LBFGS {
  public:
   explicit LBFGS(const NamedTensors& parameters, const LbfgsOptions& options = {});
 
-  // The loss that the closure gave first. Throws ShapeError where it is not one element.
+  // Returns the closure's first loss. Throws ShapeError unless it has one element.
   Tensor step(const std::function<Tensor()>& closure);
   void zero_grad(bool set_to_none = true);
 
@@ -62,9 +63,9 @@ class LBFGS {
   int64_t iterations() const { return iterations_; }    // of all steps
   int64_t evaluations() const { return evaluations_; }  // calls of the closure
 
-  // Numbers, and the vectors of the history: "n_iter", "old_dirs.0"... Options are not in it.
+  // Numbers and vectors of the history: "n_iter", "old_dirs.0"... Options are not included.
   StateDict state_dict() const;
-  // Copies. Throws ValueError for a state of other parameters; nothing is changed then.
+  // Copies the state. Throws ValueError for a state of other parameters and then changes nothing.
   void load_state_dict(const StateDict& state);
 
  private:
@@ -92,7 +93,7 @@ class LBFGS {
   int64_t iterations_ = 0, evaluations_ = 0;
   std::vector<Pair> history_;  // the oldest first
   Tensor direction_, previous_gradient_;
-  double length_ = 0, scale_ = 1;  // of the last step; of the first guess of H
+  double length_ = 0, scale_ = 1;  // of the last step; of the initial H
 };
 
 }  // namespace tessera::optim

@@ -1,6 +1,6 @@
-// Muon: momentum whose matrix is made orthogonal before it is applied (Jordan et al. 2024), as
-// torch.optim.Muon. For the weights of hidden layers, which are matrices; embeddings, the head,
-// gains and biases go to another optimizer, as torch asks:
+// Muon: momentum whose matrix is orthogonalized before it is applied (Jordan et al. 2024), as
+// torch.optim.Muon. It is for the weights of hidden layers, which are matrices; embeddings, the
+// head, gains and biases belong to another optimizer, as torch recommends:
 //
 //     auto [matrices, others] = optim::split_for_muon(model.named_parameters(), {"wte", "wpe"});
 //     optim::Muon muon(matrices, {.lr = 0.02, .momentum = 0.95});
@@ -11,7 +11,7 @@
 //       muon.zero_grad(), adamw.zero_grad();
 //     }
 //
-// A step, of a gradient G [A, B] (torch/optim/_muon.py):
+// A step for a gradient G [A, B] (torch/optim/_muon.py):
 //
 //     M = M + (1 - momentum) (G - M)
 //     X = bf16(nesterov ? G + momentum (M - G) : M)
@@ -20,18 +20,18 @@
 //     W = W (1 - lr weight_decay) - lr ratio X
 //     ratio: sqrt(max(1, A / B)), or what else adjust_lr_fn says
 //
-// X and the products are bf16, each result rounded once, the sums f32; the rest is f32 (f64 for f64
-// parameters). The state is momentum_buffer, of f32, f64 or bf16 (state_dtype). Memory of a step: X
-// of all matrices.
+// X and the products are bf16, each result rounded once, with f32 sums; the rest is f32 (f64 for
+// f64 parameters). The state is momentum_buffer, in f32, f64 or bf16 (state_dtype). A step needs
+// memory for X of all matrices.
 //
-// Parameters that ranks hold parts of (zero(), fully_shard(), a DTensor of any placement but a
-// Partial) are updated to the bits of whole ones: momentum and update part by part, X on one rank
-// for each matrix, which gets the parts and gives them back in bf16. That is two collectives a
-// step for all matrices together (distributed/mesh/matrix_exchange.h, [Note: owners]), so that
-// step() is collective then. distributed::report_update(optimizer) tells what travels.
+// Sharded parameters (zero(), fully_shard(), a DTensor of any placement except Partial) are updated
+// with the bits of whole ones: momentum and update run on the shards, X on one owner for each
+// matrix, which gets the shards and returns them in bf16. This takes two collectives a step for all
+// matrices together (distributed/mesh/matrix_exchange.h, [Note: owners]), so step() is collective
+// then. distributed::report_update(optimizer) reports the traffic.
 //
-// ShapeError for a parameter that has not two dimensions; ValueError for options out of torch's
-// range.
+// ShapeError for a parameter that does not have two dimensions; ValueError for options outside of
+// torch's ranges.
 #pragma once
 
 #include <array>
@@ -43,7 +43,7 @@
 
 namespace tessera::optim {
 
-// By what a matrix's shape multiplies the rate.
+// The factor of the rate for a matrix of A rows and B columns.
 enum class AdjustLr : uint8_t {
   kOriginal,           // sqrt(max(1, A / B)), Jordan's: tall matrices take larger steps
   kMatchRmsAdamW,      // 0.2 sqrt(max(A, B)), Moonshot's: the rate and weight decay of AdamW fit
@@ -52,7 +52,7 @@ enum class AdjustLr : uint8_t {
 
 struct MuonOptions {
   double lr = 1e-3;
-  double weight_decay = 0.1;  // apart from the gradient, as AdamW's
+  double weight_decay = 0.1;  // decoupled from the gradient, as AdamW's
   double momentum = 0.95;
   bool nesterov = true;
   std::array<double, 3> ns_coefficients = {3.4445, -4.7750, 2.0315};
@@ -99,17 +99,17 @@ class Muon : public TypedOptimizer<MuonOptions> {
   void make_orthogonal(std::vector<Matrix>& matrices) const;
 };
 
-// The orthogonal matrix that is near X / |X|, by ns_steps of Newton and Schulz's iteration; see
-// above. matrix: bf16 [A, B], plain; so is the result, contiguous. Not recorded.
+// The orthogonal matrix near X / |X|, by ns_steps Newton-Schulz iterations; see above. matrix: bf16
+// [A, B], a plain tensor; the result is contiguous. Not recorded.
 Tensor newton_schulz(const Tensor& matrix, const MuonOptions& options = {});
 
 struct MuonParameters {
   NamedTensors matrices;  // for Muon
   NamedTensors others;    // for AdamW
 };
-// Parameters of two dimensions, and all that have not or are listed: names of parameters, or of
-// modules whose parameters they are ("wte", "lm_head.weight"). Embeddings and the head belong
-// there, which are matrices by shape alone. Throws ValueError for a name that fits none.
+// Separates parameters with two dimensions from the others and from listed ones: names of
+// parameters, or of modules whose parameters they are ("wte", "lm_head.weight"). List embeddings
+// and the head there, which have two dimensions too. Throws ValueError for a name that fits none.
 MuonParameters split_for_muon(const NamedTensors& parameters,
                               const std::vector<std::string>& not_by_muon = {});
 

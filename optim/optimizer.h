@@ -5,27 +5,25 @@
 //     optimizer.step();
 //     optimizer.zero_grad();
 //
-// Groups have options of their own, each complete:
+// Each group has complete options of its own:
 //
 //     optim::AdamW optimizer({{decayed, {.lr = 3e-4, .weight_decay = 0.1}},
 //                             {others, {.lr = 3e-4, .weight_decay = 0}}});
 //
-// One step is one pass over all parameters of a group (kernels/multi_tensor.h). State is f32 (f64
-// for f64 parameters; bf16 where an optimizer has `state_dtype` and it says so, rounded as
-// core/kernels/optim/state_rounding.h explains) and made at a parameter's first step; for 16-bit
-// parameters an f32 master copy is kept unless Options::master_weights is false, and follows writes
-// to the parameter: an element that is not its master rounded is taken as it is. The same pass
-// writes the copy that autocast keeps of a parameter (autograd/weight_cache.h). Parameters without
-// a gradient are passed over. Arithmetic and order of operations are torch's, and so are the
-// numbers that options may have: others are a ValueError when the optimizer is made, as is one
-// without any parameter.
+// A step is one pass over all parameters of a group (kernels/multi_tensor.h). State is f32 (f64 for
+// f64 parameters; bf16 with `state_dtype`, rounded as core/kernels/optim/state_rounding.h explains)
+// and is made at a parameter's first step. For 16-bit parameters an f32 master copy is kept unless
+// Options::master_weights is false. It follows writes to the parameter: an element that is no
+// longer its rounded master replaces it. The same pass writes autocast's cached copy of a parameter
+// (autograd/weight_cache.h). Parameters without a gradient are skipped. Arithmetic, order of
+// operations and ranges of options are torch's: options out of range are a ValueError when the
+// optimizer is made, and so is an optimizer without parameters.
 //
-// In the capture of a graph (optim/graphed_step.h) a step becomes part of it. Each replay is a
-// step: it takes the learning rate, the step number and next_step() of its time, all else as it was
+// In the capture of a graph (optim/graphed_step.h) a step becomes part of the graph. Each replay is
+// a step with the current learning rate, step number and next_step(); everything else is as
 // captured. Other options that changed, and state that was replaced, throw ConfigError at the
-// replay. A step with a gate cannot be captured, as a replay asks nobody (but an Accelerator's, by
-// accelerate/graphed_step.h), nor one of parameters
-// that were never stepped: UnsupportedError at the capture.
+// replay. UnsupportedError at the capture for a step with a gate, which a replay cannot ask (except
+// an Accelerator's, by accelerate/graphed_step.h), and for parameters that were never stepped.
 #pragma once
 
 #include <array>
@@ -61,7 +59,7 @@ struct StepDecision {
     return {.run = false, .reason = std::move(reason)};
   }
 };
-// Gradient accumulation, loss scaling and sharding hold steps back through it. It is asked before
+// Gradient accumulation, loss scaling and sharding use the gate to skip steps. It is called before
 // next_step() is read and may change that.
 using StepGate = std::function<StepDecision()>;
 
@@ -71,12 +69,12 @@ class Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  // Updates every parameter that has a gradient. False where the gate or next_step() said no:
-  // skip_reason() tells why. Throws ShapeError, DTypeError for a gradient that does not fit its
-  // parameter.
+  // Updates every parameter that has a gradient. Returns false if the gate or next_step() skipped
+  // the step; skip_reason() gives the reason. Throws ShapeError, DTypeError for a gradient that
+  // does not fit its parameter.
   bool step();
-  // `answers_for_replays`: its answer in the capture of a graph is that of every replay, and what
-  // it does on the host at each step is done there by whoever replays.
+  // `answers_for_replays`: the gate's answer in the capture of a graph holds for every replay, and
+  // whoever replays does the gate's host work at each step.
   struct StepGateOptions {
     bool answers_for_replays = false;
   };
@@ -87,75 +85,76 @@ class Optimizer {
   void set_step_gate(StepGate gate) { set_step_gate(std::move(gate), {}); }
   const std::string& skip_reason() const { return skip_reason_; }
   void zero_grad(bool set_to_none = true);
-  // Asked before each zero_grad(), which does nothing where it says false: gradients that are still
-  // being accumulated stay.
+  // Asked before each zero_grad(), which does nothing if it returns false, to keep gradients that
+  // are still being accumulated.
   void set_zero_grad_gate(std::function<bool()> gate) { zero_grad_gate_ = std::move(gate); }
 
   size_t num_groups() const { return groups_.size(); }
   double lr(size_t group = 0) const;
   void set_lr(double lr);  // of all groups
   void set_lr(size_t group, double lr);
-  // The rate from which schedules of the group go out: lr() when the first of them was made. Saved
-  // and loaded with the options. torch: group["initial_lr"].
+  // The base rate of schedules of the group: lr() when the first of them was made. Saved and loaded
+  // with the options. torch: group["initial_lr"].
   std::optional<double> initial_lr(size_t group = 0) const { return groups_.at(group).initial_lr; }
   void set_initial_lr(size_t group, double lr) { groups_.at(group).initial_lr = lr; }
-  // Momentum, or Adam's beta1: what OneCycle moves along with the rate. False where there is none.
+  // Momentum, or Adam's beta1, which OneCycle changes along with the rate. False if the optimizer
+  // has none.
   virtual bool set_momentum(size_t group, double momentum) = 0;
 
   NamedTensors parameters() const;  // of all groups
   const NamedTensors& parameters(size_t group) const;
-  // What a step needs whole: of these parameters something in this dtype. Where ranks hold parts of
-  // them it travels (core/tensor/whole_exchange.h).
+  // The parameters and dtype of which a step needs whole tensors. For sharded parameters they are
+  // exchanged (core/tensor/whole_exchange.h).
   struct WholeParameters {
     NamedTensors parameters = {};
     DType dtype = kF32;
   };
   virtual WholeParameters whole_parameters() const { return {}; }
 
-  // What the next step is told, beside the parameters: f64 [2], {factor, skip}, afterwards {1, 0}
-  // again. Gradients are multiplied by the factor as they are read (clip_grad_norm folds its scale
-  // in here and saves a pass over them; a loss scaler its inverse). Where skip is not 0 the step
-  // leaves parameters, states and step numbers as they are (a non-finite gradient was found).
+  // Arguments of the next step, on the parameters' device: f64 [2], {factor, skip}, reset to {1, 0}
+  // by the step. Gradients are multiplied by the factor as they are read (clip_grad_norm stores its
+  // scale here and saves a pass; a loss scaler its inverse). If skip is not 0 (a non-finite
+  // gradient was found), the step changes neither parameters, states nor step numbers.
   const Tensor& next_step() const { return next_step_; }
   void scale_next_step(double factor);
-  // The same by one f64 element beside the parameters, which the update reads there: the host does
-  // not wait for it. Replaces the one before; goes with the next step, or with zero_grad().
+  // The same by one f64 element on the parameters' device, which the update reads there, so the
+  // host does not wait for it. Replaces an earlier one; the next step or zero_grad() consumes it.
   void scale_next_step(const Tensor& factor) { gradient_factor_ = factor; }
   const Tensor& next_step_factor() const { return gradient_factor_; }  // or undefined
-  // The next step is left out where this f64 element beside the parameters is not 0, which the host
-  // does not learn: step() returns true, and step numbers are put right on the device. They are
-  // read back where state_dict() asks, or other parameters than before take part in a step.
+  // The next step is skipped if this f64 element on the parameters' device is not 0, which the host
+  // does not learn: step() returns true, and step numbers are corrected on the device. They are
+  // read back by state_dict(), or when other parameters than before take part in a step.
   void skip_next_step_where(const Tensor& found) { found_ = found; }
 
   // "state.NAME.exp_avg": the state of each parameter that was stepped, by its name; "group.0.lr":
-  // the options of each group. Tensors share elements with the optimizer.
+  // the options of each group. Tensors share memory with the optimizer.
   StateDict state_dict() const;
-  // Of one parameter, by its name here: "step", "master", "exp_avg"...; empty before its first
-  // step. ValueError for a name that is none.
+  // The state of one parameter by name: "step", "master", "exp_avg"...; empty before its first
+  // step. ValueError for an unknown name.
   StateDict parameter_state(std::string_view name) const;
-  // Options and state become those of the dictionary, copied; its options, not those before, say
-  // which states there are. Groups must have as many parameters as when it was saved. The state of
-  // a DTensor lies as it does, or is whole: then its part is taken. Throws one ValueError that
-  // lists all that does not fit; then nothing was changed.
+  // Copies options and state from the dictionary; its options decide which states exist. Groups
+  // must have as many parameters as when it was saved. The state of a DTensor has the same
+  // placement, or is whole; then its shard is taken. On a mismatch throws one ValueError that lists
+  // all of them and changes nothing.
   void load_state_dict(const StateDict& state);
-  // The parameter whose shape and placement the state of that name has; undefined for numbers of
-  // steps, options and names that are none of a parameter's.
+  // The parameter whose shape and placement the state of that name has; undefined for step numbers,
+  // options and unknown names.
   Tensor state_like(std::string_view key) const;
 
-  // Holds other tensors under the same names from now on (a model that was sharded or moved).
-  // State stays with its name; one of another shape than the new tensor throws ShapeError.
+  // Replaces the tensors of these names (for a model that was sharded or moved). State stays with
+  // its name; one of another shape than the new tensor throws ShapeError.
   void rebind(const NamedTensors& parameters);
 
-  // The f32 values that the masters of 16-bit parameters begin with: those before the parameters
-  // were rounded. The tensors become the masters, they are not copied; names that the optimizer
-  // does not hold, and groups without master_weights, are passed over. Throws ValueError for a
-  // parameter that has a master, DTypeError and ShapeError for one that does not fit.
+  // The f32 values with which the masters of 16-bit parameters begin: those before the parameters
+  // were rounded. The tensors become the masters without a copy; names that the optimizer does not
+  // hold, and groups without master_weights, are ignored. Throws ValueError for a parameter that
+  // has a master, DTypeError and ShapeError for one that does not fit.
   void begin_masters(const NamedTensors& values);
 
   // Bytes of all states and master copies.
   int64_t state_bytes() const;
-  // Of a parameter by name, for each element that a rank holds, however its part lies; 0 before its
-  // first step and for a name that is not among the parameters.
+  // The same for one parameter by name, in bytes for each element that a rank holds, whatever its
+  // sharding; 0 before its first step and for an unknown name.
   int64_t state_bytes_per_element(std::string_view name) const;
 
  protected:
@@ -166,8 +165,8 @@ class Optimizer {
     Tensor cached_cast = {};  // during a step: a copy of 16 bits (autograd/weight_cache.h)
     int64_t step = 0;
     Tensor master = {};  // f32 copy of a 16-bit parameter
-    // What the parameter was when the master was made or rounded into it. While that holds, nobody
-    // else has written the parameter.
+    // Identifies the parameter's contents when the master was made or last rounded into it, to
+    // detect writes by others.
     struct Seen {
       std::weak_ptr<Storage> storage = {};  // set_data() leaves the version
       int64_t offset = 0;
@@ -176,7 +175,7 @@ class Optimizer {
     mutable Seen seen = {};
     std::array<Tensor, kMaxStates> states = {};
     uint64_t rounding_key = 0;  // of its name
-    // What kernels update, and the 16-bit tensor that they round it into, if any.
+    // The tensor that kernels update, and the 16-bit tensor that they round it into, if any.
     const Tensor& target() const { return master.defined() ? master : parameter; }
     const Tensor& model_copy() const { return master.defined() ? parameter : cached_cast; }
   };
@@ -198,7 +197,7 @@ class Optimizer {
       visit(name, OptionRange::kAny, {&number, 1});
       value = number != 0;
     }
-    // Of states: f32 or bf16.
+    // For states: f32 or bf16.
     void operator()(const char* name, DType& value) {
       auto bits = static_cast<double>(8 * size_of(value));
       visit(name, OptionRange::kBits, {&bits, 1});
@@ -212,7 +211,7 @@ class Optimizer {
       value = static_cast<T>(static_cast<int64_t>(number));
     }
   };
-  // What one call of update() is about: parameters of a group that all take their step number.
+  // The arguments of one call of update(): parameters of a group with the same step number.
   struct Pass {
     size_t group;
     std::span<ParameterState* const> parameters;
@@ -222,10 +221,10 @@ class Optimizer {
   explicit Optimizer(std::string_view type_name);
   void add_group(const NamedTensors& parameters);
   void check_may_grow() const;  // throws UnsupportedError where a gate decides about steps
-  // When all groups are there. Throws ValueError where no group has a parameter.
+  // Called when all groups exist. Throws ValueError if no group has a parameter.
   void check_parameters() const;
-  // Throws ValueError for an option outside of its range, and with all of them where there is a
-  // `contradiction`.
+  // Throws ValueError for an option outside of its range, and one that shows all options if there
+  // is a `contradiction`.
   void check_options(size_t group, const char* contradiction);
 
   std::string_view type_name() const { return type_name_; }
@@ -235,12 +234,12 @@ class Optimizer {
   virtual void visit_options(size_t group, OptionVisitor& visitor) = 0;
   // Names of the states, in the order of ParameterState::states.
   virtual std::span<const char* const> state_names() const = 0;
-  // The value with which state `index` begins; nothing where this group does not use it.
+  // The initial value of state `index`; nothing if this group does not use it.
   virtual std::optional<double> initial_state(size_t group, size_t index) const = 0;
-  // One pass over parameters that all take their step number.
+  // One pass over parameters with the same step number.
   virtual void update(size_t group, std::span<ParameterState* const> parameters,
                       const kernels::StepScalars& scalars) = 0;
-  // All passes of a step: for what takes parameters of several together.
+  // All passes of a step, for rules that handle parameters of several passes together.
   virtual void update_all(std::span<const Pass> passes);
   // For kernels, of states in bf16.
   static kernels::StateRounding rounding_of(const ParameterState& state);
@@ -273,7 +272,7 @@ class Optimizer {
   std::string type_name_;
   std::vector<Group> groups_;
   Tensor gradient_factor_, found_;  // of the next step, or undefined
-  // Steps that the device left out, f64, which the numbers of skipped_of_ still count.
+  // Skipped steps in f64 on the device, which the numbers of skipped_of_ still count.
   Tensor skipped_;
   std::vector<ParameterState*> skipped_of_;
   StepGate gate_;
@@ -289,10 +288,10 @@ struct ParameterGroup {
   Options options;
 };
 
-// Gives an optimizer its typed options. Options has `lr`, `master_weights` and
-// `void visit(auto&& visitor)`, which names every option that state_dict saves, and the range of
-// each; it may have `const char* contradiction() const`: what is wrong with them together, or null.
-// `type_name` is what messages say.
+// Gives an optimizer its typed options. Options has `lr`, `master_weights` and `void visit(auto&&
+// visitor)`, which names every option that state_dict saves, with its range; it may have `const
+// char* contradiction() const`, which describes a conflict between options, or null. Messages use
+// `type_name`.
 template <class Options>
 class TypedOptimizer : public Optimizer {
  public:
@@ -309,9 +308,9 @@ class TypedOptimizer : public Optimizer {
   Options& options(size_t group = 0) { return options_.at(group); }
   const Options& options(size_t group = 0) const { return options_.at(group); }
 
-  // A group more, after those that are there: layers that are un-frozen later. A schedule goes on
-  // with the groups that it was made for. Throws as the constructor does, and UnsupportedError for an
-  // optimizer with a gate: what was prepared knows the parameters that it has.
+  // Adds a group after the existing ones, for layers that are unfrozen later. Existing schedules
+  // keep to their groups. Throws as the constructor does, and UnsupportedError for an optimizer
+  // with a gate, since a prepared optimizer's parameters are fixed.
   void add_param_group(const ParameterGroup<Options>& group) {
     check_may_grow();
     try {

@@ -1,5 +1,5 @@
 // The optimizers. Options, defaults and formulas are those of their rules, which
-// core/kernels/optim/update_rules.h explains; what all share is in optimizer.h.
+// core/kernels/optim/update_rules.h explains; optimizer.h describes what all have in common.
 #pragma once
 
 #include <tessera/optim/rule_optimizer.h>

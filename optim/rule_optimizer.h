@@ -1,5 +1,5 @@
-// The optimizer of a rule (core/kernels/optim/update_rules.h): options, states and step are the
-// rule's. It is compiled for the rules of TS_UPDATE_RULES.
+// The optimizer of a rule (core/kernels/optim/update_rules.h), from which it has options, states
+// and step. It is compiled for the rules of TS_UPDATE_RULES.
 #pragma once
 
 #include <tessera/core/kernels/optim/update_rules.h>

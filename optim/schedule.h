@@ -4,12 +4,12 @@
 //     for (...) { ...; optimizer.step(); schedule.step(); }
 //
 // A rule is a struct of options with `rate(step, base)`: the rate at `step` (0 is the first) of a
-// group whose own rate is `base`. Rules are closed forms: the rate at a step does not depend on the
-// path to it, so that a run resumes exactly and a schedule can be plotted beforehand. Values are
-// those of torch.optim.lr_scheduler and of transformers' get_*_schedule_with_warmup. Schedules of
-// rules of one's own: LambdaSchedule, or any struct with `rate`, and `check()` where it has options
-// that cannot be: it is called as the rule enters a schedule. A number that is missing (a `total`,
-// a `gamma`), negative sizes and milestones out of order are a ValueError there.
+// group whose base rate is `base`. Rules are closed forms: the rate depends on the step alone, so
+// that a run resumes exactly and a schedule can be plotted beforehand. Values are those of
+// torch.optim.lr_scheduler and of transformers' get_*_schedule_with_warmup. For your own rule use
+// LambdaSchedule, or any struct with `rate`, and `check()` if its options can be invalid; it is
+// called when the rule enters a schedule. A missing number (a `total`, a `gamma`), negative sizes
+// and milestones out of order are a ValueError there.
 #pragma once
 
 #include <cstdint>
@@ -102,19 +102,19 @@ struct CosineHardRestarts {
   double rate(int64_t step, double base) const;
   void check() const;
 };
-// Smith, Topin 2017: up to max_lr, down to almost nothing; momentum moves the other way, where the
-// optimizer has one. torch: OneCycleLR. The groups' own rates are not used.
+// Smith, Topin 2017: up to max_lr, down to almost nothing; momentum moves in the opposite
+// direction, if the optimizer has one. torch: OneCycleLR. The groups' own rates are not used.
 struct OneCycle {
   double max_lr;
   int64_t total;
-  double pct_start = 0.3;  // the part of the steps in which the rate rises
+  double pct_start = 0.3;  // fraction of the steps in which the rate rises
   bool linear = false;     // straight lines instead of cosines
   bool cycle_momentum = true;
   double base_momentum = 0.85;
   double max_momentum = 0.95;
   double div_factor = 25;         // begins at max_lr / div_factor
-  double final_div_factor = 1e4;  // ends at the beginning's rate / final_div_factor
-  bool three_phase = false;       // down to the beginning's rate first, then to the end's
+  double final_div_factor = 1e4;  // ends at the initial rate / final_div_factor
+  bool three_phase = false;  // down to the initial rate first, then to the final one
   double rate(int64_t step, double base) const;
   void check() const;
   std::optional<double> momentum(int64_t step) const;
@@ -153,7 +153,7 @@ const T& checked_rule(const T& rule) {
 
 }  // namespace detail
 
-// Any rule, by value.
+// A type-erased rule, by value.
 class Rule {
  public:
   template <class T>
@@ -183,17 +183,18 @@ struct Chained {
 
 // ---- Schedules ---------------------------------------------------------------------------------
 
-// The base of a group is its Optimizer::initial_lr(): whatever schedules have set before, and
-// whether the optimizer was loaded, a schedule goes out from the same rate.
+// The base of a group is its Optimizer::initial_lr(): every schedule of the group has the same
+// base, whatever earlier schedules have set and also after a load.
 class Schedule {
  public:
   virtual ~Schedule();
   Schedule(const Schedule&) = delete;
   Schedule& operator=(const Schedule&) = delete;
 
-  // Goes to the next step and sets the rates of the optimizer's groups. False where the gate said
-  // no: skip_reason() tells why. A rule with an end (OneCycle) takes `total` steps; one more is a
-  // ValueError that changes nothing. A gate may ask for several steps at once, which end there.
+  // Goes to the next step and sets the rates of the optimizer's groups. Returns false if the gate
+  // skipped it; skip_reason() gives the reason. A rule with an end (OneCycle) takes `total` steps;
+  // one more is a ValueError that changes nothing. A gate may ask for several steps at once, which
+  // stop at the end.
   bool step();
   void set_step_gate(StepGate gate) { gate_ = std::move(gate); }
   const std::string& skip_reason() const { return skip_reason_; }
@@ -201,7 +202,7 @@ class Schedule {
   double lr(size_t group = 0) const { return optimizer_->lr(group); }
   const Optimizer& optimizer() const { return *optimizer_; }
 
-  // The step and the groups' base rates; the options of the rule are code, not state.
+  // The step and the groups' base rates; the options of the rule are not included.
   virtual StateDict state_dict() const;
   // Also sets the rates. Throws ValueError.
   virtual void load_state_dict(const StateDict& state);
@@ -210,9 +211,9 @@ class Schedule {
   explicit Schedule(Optimizer& optimizer);
   virtual double rate(int64_t step, double base) const = 0;
   virtual std::optional<double> momentum(int64_t) const { return std::nullopt; }
-  // The last that has a rate of its own.
+  // The last schedule with a rate of its own.
   virtual int64_t last_step() const { return std::numeric_limits<int64_t>::max(); }
-  // Of all groups, for this schedule and later ones.
+  // Sets the bases of all groups, for this schedule and later ones.
   void set_base_lr(double lr);
   void apply();
 
@@ -269,7 +270,7 @@ using ChainedSchedule = RuleSchedule<Chained>;
 struct PlateauOptions {
   bool maximize = false;  // improvement means a larger metric
   double factor = 0.1;
-  int64_t patience = 10;  // steps without improvement that are let pass
+  int64_t patience = 10;  // steps without improvement that are tolerated
   double threshold = 1e-4;
   bool absolute_threshold = false;  // in the metric's unit instead of relative to the best
   int64_t cooldown = 0;             // steps after a reduction in which none is counted
@@ -279,8 +280,8 @@ struct PlateauOptions {
 class PlateauSchedule {
  public:
   PlateauSchedule(Optimizer& optimizer, const PlateauOptions& options = {});
-  // True where the rate was lowered. NaN is no improvement. A metric to which the gate says no is
-  // not looked at: skip_reason() tells why.
+  // Returns true if the rate was lowered. NaN is not an improvement. A metric that the gate rejects
+  // is ignored; skip_reason() gives the reason.
   bool step(double metric);
   void set_step_gate(StepGate gate) { gate_ = std::move(gate); }
   const std::string& skip_reason() const { return skip_reason_; }

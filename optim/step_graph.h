@@ -1,5 +1,5 @@
-// A function of tensors that runs on a stream of its own, as it is or as a CUDA graph of it.
-// Internal: graphed_step.h and accelerate/graphed_step.h are the interfaces.
+// Runs a function of tensors on its own stream, eagerly or as a CUDA graph. Internal:
+// graphed_step.h and accelerate/graphed_step.h are the interfaces.
 #pragma once
 
 #include <functional>
@@ -18,16 +18,16 @@ namespace tessera::optim {
 class StepGraph {
  public:
   using Function = std::function<TensorList(const TensorList& inputs)>;
-  enum class Way { kAsItIs, kGraph };  // captured first, where it is not yet
+  enum class Way { kAsItIs, kGraph };  // captured at the first use
 
-  // `stream`: of the GPU.
+  // `stream` is one of the GPU.
   StepGraph(const Device& device, std::shared_ptr<gpu::StreamHandle> stream, Function function);
   ~StepGraph();
   StepGraph(const StepGraph&) = delete;
   StepGraph& operator=(const StepGraph&) = delete;
 
-  // Copies the inputs to where the function reads them, and runs it between the caller's work so
-  // far and its later work. Results are detached; those of a graph are the same at every replay.
+  // Copies the inputs to where the function reads them, and runs it between the caller's earlier
+  // and later work. Results are detached; those of a graph are the same tensors at every replay.
   // Throws as GraphedStep's call does.
   TensorList operator()(const TensorList& inputs, Way way);
 

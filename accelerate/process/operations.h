@@ -4,16 +4,16 @@
 //     auto mean = accelerate::reduce(losses, accelerate::RankReduction::kMean);
 //     auto even = accelerate::pad_across_processes(ids, {.dim = 1, .pad_index = 0});
 //
-// Every function takes the value by value and returns one of the same type with other tensors; what
-// the caller holds is never written to. Tensors are found by nn::visit_tensors, in order; a struct
-// says what it holds. Undefined tensors stay undefined. Results have no history.
+// Every function takes the value by value and returns one of the same type with other tensors; the
+// caller's value is never written to. Tensors are found by nn::visit_tensors, in order; a struct
+// lists its tensors. Undefined tensors stay undefined. Results carry no gradient history.
 //
-// All ranks of `group` (the data-parallel ranks, by default the world) call with values of one
-// structure. What differs is a DistributedError on every rank, in bounded time, whatever the mode:
-// calls, dtypes and numbers of elements are compared before data moves. In debug mode the ranks
-// first compare the shapes of all tensors too, and OperationMismatch shows them by rank.
+// All ranks of `group` (the data-parallel ranks, by default the world) pass values of one
+// structure. Differences are a DistributedError on every rank, in bounded time: calls, dtypes and
+// numbers of elements are compared before data moves. In debug mode the ranks first compare the
+// shapes of all tensors too, and OperationMismatch shows them by rank.
 //
-// A part of a sharded tensor (a DTensor) is an UnsupportedError: full_tensor() is its way.
+// A sharded tensor (a DTensor) is an UnsupportedError: use full_tensor().
 //
 // With one rank nothing is communicated and nothing is copied.
 #pragma once
@@ -30,8 +30,8 @@
 
 namespace tessera::accelerate {
 
-// Ranks called an operation with tensors that do not fit together. The message names the operation
-// and has a line for each rank.
+// Ranks called an operation with tensors that do not match. The message names the operation and has
+// a line for each rank.
 class OperationMismatch : public DistributedError {
  public:
   using DistributedError::DistributedError;
@@ -47,12 +47,12 @@ enum class RankReduction : uint8_t {
   kSum,
   kMean,  // DTypeError for integers
   kMax,
-  kNone,  // every rank keeps what it has
+  kNone,  // every rank keeps its value
 };
 
 struct PadOptions {
   int64_t dim = 0;         // negative: from the end
-  double pad_index = 0;    // what the new elements are
+  double pad_index = 0;  // value of the new elements
   bool pad_first = false;  // new elements come before the old ones
 };
 
@@ -63,7 +63,7 @@ using Leaves = std::vector<Tensor*>;
 template <class T>
 inline constexpr bool holds_tensors = !std::is_arithmetic_v<T> && !std::is_enum_v<T> &&
                                       !std::is_pointer_v<T> && !std::is_same_v<T, std::string>;
-// A copy of a span sees the caller's elements.
+// A copied span sees the caller's elements.
 template <class T, size_t N>
 inline constexpr bool holds_tensors<std::span<T, N>> = false;
 
@@ -89,7 +89,7 @@ void broadcast(const Leaves& leaves, int from, distributed::Group& group,
 void pad(const Leaves& leaves, const PadOptions& pad, distributed::Group& group,
          const OperationOptions& options);
 
-// Of every rank, joined: JSON lists.
+// Every rank's JSON lists, concatenated.
 nlohmann::json gather_lists(const nlohmann::json& own, distributed::Group& group,
                             const OperationOptions& options);
 nlohmann::json broadcast_json(const nlohmann::json& object, int from, distributed::Group& group,
@@ -102,8 +102,8 @@ void check_equal_on_all_ranks(std::string_view operation, const std::string& des
 
 }  // namespace detail
 
-// Tensors of all ranks, joined along dimension 0 in rank order. A scalar counts as one row: it
-// becomes as many elements as there are ranks. Rows must be equally many; see pad_across_processes.
+// Concatenates tensors of all ranks along dimension 0 in rank order. A scalar becomes one element
+// for each rank. Numbers of rows must be equal; see pad_across_processes.
 template <class T>
 T gather(T value, distributed::Group& group = distributed::world(),
          const OperationOptions& options = {}) {
@@ -119,8 +119,8 @@ T reduce(T value, RankReduction reduction = RankReduction::kMean,
   return value;
 }
 
-// What rank `from` of the group holds. All ranks hold tensors of the same shapes and dtypes; see
-// copy_from_owner for those that hold nothing.
+// The value of rank `from` of the group. Tensors of all ranks have the same shapes and dtypes; see
+// copy_from_owner for ranks that have none.
 template <class T>
 T broadcast(T value, int from = 0, distributed::Group& group = distributed::world(),
             const OperationOptions& options = {}) {
@@ -128,9 +128,9 @@ T broadcast(T value, int from = 0, distributed::Group& group = distributed::worl
   return value;
 }
 
-// Tensors made as long along `dim` as the longest of any rank. A tensor without that dimension
-// stays as it is. OperationMismatch where the tensors of the ranks differ in number of dimensions
-// or dtype, with and without debug mode.
+// Pads tensors along `dim` to the longest of any rank. A tensor without that dimension does not
+// change. OperationMismatch if the ranks' tensors differ in number of dimensions or dtype, with and
+// without debug mode.
 template <class T>
 T pad_across_processes(T value, const PadOptions& pad = {},
                        distributed::Group& group = distributed::world(),
@@ -139,14 +139,15 @@ T pad_across_processes(T value, const PadOptions& pad = {},
   return value;
 }
 
-// A tensor that one rank has and the others do not (theirs is undefined), on all of them; shape and
-// dtype travel with it. Others receive on `device`. DistributedError on every rank where none or
-// several have one.
+// Copies a tensor that one rank has (it is undefined on the others) to all ranks, with its shape
+// and dtype. The others receive it on `device`. DistributedError on every rank if none or several
+// have one.
 Tensor copy_from_owner(const Tensor& tensor, distributed::Group& group = distributed::world(),
                        const Device& device = kCpu);
 
-// The elements of all ranks' lists, in rank order. T is what JSON can hold (include nlohmann/json
-// and, for types of your own, to_json and from_json); NaN and infinities survive.
+// The elements of all ranks' lists, in rank order. T must be convertible to JSON (include
+// nlohmann/json and, for types of your own, define to_json and from_json); NaN and infinities are
+// preserved.
 template <class T, class Json = nlohmann::json>
 std::vector<T> gather_object(const std::vector<T>& own,
                              distributed::Group& group = distributed::world(),
@@ -156,7 +157,7 @@ std::vector<T> gather_object(const std::vector<T>& own,
   return all.template get<std::vector<T>>();
 }
 
-// What rank `from` holds. Types as for gather_object.
+// The value of rank `from`. Types as for gather_object.
 template <class T, class Json = nlohmann::json>
 T broadcast_object(const T& object, int from = 0, distributed::Group& group = distributed::world(),
                    const OperationOptions& options = {}) {

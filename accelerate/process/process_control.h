@@ -1,13 +1,14 @@
-// Which rank this is, and what only some ranks do: usable alone, and part of every Accelerator.
+// The rank of this process, and code that only some ranks run; usable alone, and part of every
+// Accelerator.
 //
 //     ProcessControl ranks;
 //     auto vocabulary = ranks.main_process_first([&] { return build_or_read_cache(path); });
 //     ranks.on_main_process([&] { write_report(); });
 //     auto own = ranks.split_between_processes(prompts);
 //
-// Functions that wait for other ranks say so ("collective"): every rank calls them in the same
+// Functions that wait for other ranks are marked "collective": every rank calls them in the same
 // order. An exception in the body of such a function reaches every rank: the rank that threw gets
-// its own, the others a DistributedError that quotes it. Nobody is left waiting.
+// its own, the others a DistributedError that quotes it, so no rank keeps waiting.
 #pragma once
 
 #include <concepts>
@@ -44,13 +45,14 @@ struct RankPart {
   int64_t begin = 0, end = 0;
   int64_t repeats = 0;
 };
-// Contiguous parts; the first `length % ranks` have one more. With padding all parts have as many
-// rows as the first: repeats of the list's last row fill them. ValueError for padding of no rows.
+// Contiguous parts; the first `length % ranks` have one more row. With padding all parts have as
+// many rows as the first, filled up with repeats of the list's last row. ValueError for padding of
+// no rows.
 RankPart part_of(int64_t length, int rank, int ranks, bool apply_padding);
 
 namespace detail {
 
-// How split_between_processes cuts a value: its number of rows, and a part of it as a new value.
+// How split_between_processes splits a value: its number of rows, and a part of it as a new value.
 inline int64_t rows_of(const Tensor& tensor) {
   TS_CHECK_SHAPE(tensor.dim() > 0, "split_between_processes", "needs rows; got ", tensor);
   return tensor.size(0);
@@ -89,7 +91,7 @@ std::map<K, V> take_rows(const std::map<K, V>& values, const RankPart& part) {
   return own;
 }
 
-// std::optional of what a body returns; nothing of a body without a result.
+// std::optional of a body's result; void for a body without a result.
 template <class Result>
 struct OnRank {
   using type = std::optional<Result>;
@@ -103,12 +105,12 @@ struct OnRank<void> {
 
 class ProcessControl {
  public:
-  // Of the current Context. A process that a launcher started as one rank of several joins the
-  // others here, where nobody has made a distributed::ProcessGroup before; it leaves them with the
-  // last ProcessControl, or at the end of tessera::run. Collective then, and where ranks are on
+  // Uses the ranks of the current Context. If a launcher started this process as one of several
+  // ranks and no distributed::ProcessGroup exists, it joins the others here; it leaves them with
+  // the last ProcessControl, or at the end of tessera::run. Collective then, and if ranks are on
   // several nodes.
   ProcessControl();
-  // The same, with the device that this process is to have there: its tensors travel too.
+  // The same, with this process's device, so that tensors of the device can be sent too.
   using ChooseDevice = std::function<Device(const accelerate::RankPlace& place)>;
   explicit ProcessControl(const ChooseDevice& device);
   ~ProcessControl();
@@ -124,11 +126,11 @@ class ProcessControl {
   bool is_local_main_process() const { return local_rank_ == 0; }
   bool is_last_process() const { return rank_ == ranks_ - 1; }
 
-  // Collective. Messages of ranks that do not come name the caller's line, here and below.
+  // Collective. If ranks are missing, the message names the caller's line, here and below.
   void wait_for_everyone(const SourceLocation& where = SourceLocation::current()) const;
 
-  // The body runs on the main rank first, then on the others at once. Collective; the local form
-  // over the ranks of this node alone, so nodes may call it at different times or not at all.
+  // The body runs on the main rank first, then on the others at once. Collective; the local form is
+  // so only for the ranks of this node, so nodes may call it at different times or not at all.
   template <class Body>
   auto main_process_first(Body&& body,
                           const SourceLocation& where = SourceLocation::current()) const {
@@ -140,9 +142,9 @@ class ProcessControl {
     return first(*local_, std::forward<Body>(body), where);
   }
 
-  // The body runs on the named rank alone; nothing waits. An optional with its result, empty on the
-  // other ranks; void for a body without one. ValueError on every rank for an index that no rank
-  // has.
+  // The body runs on the named rank only; nothing waits. Returns an optional with its result, empty
+  // on the other ranks; void for a body without one. ValueError on every rank for an index that no
+  // rank has.
   template <class Body>
   auto on_main_process(Body&& body) const {
     return only(is_main_process(), std::forward<Body>(body));
@@ -167,20 +169,20 @@ class ProcessControl {
   }
 
   // This rank's part of a list, a tensor's rows, or of maps and variants of them (whose values have
-  // equally many rows: ValueError): see part_of(). A new value; a tensor shares its elements where
-  // nothing is padded. The argument is never changed. One process: all of it.
+  // equal numbers of rows: ValueError); see part_of(). Returns a new value; a tensor shares memory
+  // if nothing is padded. The argument is never changed. One process gets all of it.
   template <class T>
   T split_between_processes(const T& values, bool apply_padding = false) const {
     return detail::take_rows(values,
                              part_of(detail::rows_of(values), rank_, ranks_, apply_padding));
   }
 
-  // A flag that any rank may set and all ranks find: true once after any rank has set it.
+  // A flag that any rank may set and all ranks read: true once after any rank has set it.
   void set_trigger() { trigger_ = true; }
   // Collective.
   bool check_trigger(const SourceLocation& where = SourceLocation::current());
 
-  // One line on stdout, on the main rank of each node: as std::cout << ... << args writes it.
+  // Prints one line on stdout, on the main rank of each node, as std::cout << ... << args does.
   template <class... Args>
   void print(const Args&... args) const {
     if (!is_local_main_process()) return;
@@ -229,7 +231,7 @@ namespace detail {
 // For tessera::run: ranks that a ProcessControl joins stay together until end() is called.
 void keep_processes();
 void end_processes();
-// Of this process, whose flags they are: an Accelerator has read the settings of its launch.
+// Tells this process's ProcessControl that an Accelerator has read the settings of its launch.
 void note_settings_are_read();
 }  // namespace detail
 

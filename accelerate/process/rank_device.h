@@ -13,19 +13,19 @@
 
 namespace tessera::accelerate {
 
-// Where a rank stands.
+// The rank's place on its node.
 struct RankPlace {
   int rank = 0;
   int local_rank = 0;   // on its node
-  int local_ranks = 1;  // of its node
+  int local_ranks = 1;  // on its node
 };
 
-// "cpu"; "cuda": the GPU with the rank's number on its node; "cuda:N": that GPU, for a node with
-// one rank; "": as cuda where there is a GPU, else the CPU. `origin` says in errors who asks.
-// ConfigError for another name, or one GPU for several ranks; DeviceError with the remedy where
-// there is no GPU, no such GPU, or fewer than ranks.
+// "cpu"; "cuda": the GPU of the local rank; "cuda:N": that GPU, for a node with one rank; "": as
+// cuda if there is a GPU, else the CPU. `origin` names the setting's source in errors. ConfigError
+// for another name, or one GPU for several ranks; DeviceError with the remedy if there is no GPU,
+// no such GPU, or fewer GPUs than ranks.
 Device rank_device(std::string_view name, std::string_view origin, const RankPlace& place);
-// Of this process, before it has met the others: what the launcher left in the environment.
+// For this process before it has met the others, from the launcher's environment.
 Device rank_device(std::string_view name, std::string_view origin);
 
 }  // namespace tessera::accelerate

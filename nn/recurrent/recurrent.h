@@ -2,9 +2,9 @@
 // parameter names and order of gates (LSTM: input, forget, cell, output; GRU: reset, update, new).
 //
 // All take sequences of one length, padded, or of different lengths, packed (packed_sequence.h).
-// The products with the inputs of all steps are one matrix product a layer; the recurrent ones come
-// step by step. On the CPU a direction of a layer of LSTM and GRU is one op (autograd/recurrent.h);
-// on a GPU, with a projection and for RNN each step is made of ops.
+// The products with the inputs of all steps are one matrix product a layer; the recurrent products
+// run step by step. On the CPU one direction of an LSTM or GRU layer is one op
+// (autograd/recurrent.h); on a GPU, with a projection and for RNN each step runs several ops.
 #pragma once
 
 #include <memory>
@@ -41,7 +41,7 @@ struct GruResult {
   Tensor hidden;
   void visit_tensors(auto&& visit) { visit(output), visit(hidden); }
 };
-// Of packed sequences; states are in the order in which these were given.
+// For packed sequences; states are in the original order.
 struct PackedLstmResult {
   PackedSequence output;
   LstmState state;
@@ -83,7 +83,7 @@ class RecurrentModule : public Module<Derived> {
   };
   int64_t num_directions() const { return options.bidirectional ? 2 : 1; }
   int64_t state_size() const { return options.proj_size > 0 ? options.proj_size : hidden_size; }
-  // x: [L, N, in] or [L, in]; one state a layer and direction.
+  // x: [L, N, in] or [L, in]; one state for each layer and direction.
   struct Run {
     Tensor output;
     TensorList hidden;
@@ -94,7 +94,7 @@ class RecurrentModule : public Module<Derived> {
   Run run(const PackedSequence& x, const Tensor& hidden, const Tensor& cell);
 
  private:
-  // input: [L, N, in], or the data of a packed sequence. sizes: how many sequences reach a step.
+  // input: [L, N, in], or the data of a packed sequence. sizes: how many sequences reach each step.
   Run run_layers(Tensor input, const Tensor& first_hidden, const Tensor& first_cell,
                  const std::vector<int64_t>& sizes, bool packed);
   Tensor initial_state(const Tensor& given, int64_t N, int64_t size, const Tensor& x) const;

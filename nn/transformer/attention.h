@@ -12,20 +12,21 @@ namespace tessera::nn {
 struct MultiheadAttentionOptions {
   double dropout = 0;  // of attention weights, while training
   bool bias = true;
-  // Widths of key and value where they differ from embed_dim: then q_proj_weight, k_proj_weight and
-  // v_proj_weight stand in place of in_proj_weight.
+  // Widths of key and value if they differ from embed_dim; then q_proj_weight, k_proj_weight and
+  // v_proj_weight replace in_proj_weight.
   std::optional<int64_t> kdim = {};
   std::optional<int64_t> vdim = {};
   bool batch_first = false;  // [N, L, E] instead of [L, N, E]
 };
 
-// Masks as torch has them here, where true means "not allowed" (scaled_dot_product_attention has it
-// the other way round); floating masks are added to the scores. They go together: a key is seen
-// where none of them hides it, and a query that sees no key gets weights of 0.
+// Masks as torch's MultiheadAttention has them, where true means "not allowed"
+// (scaled_dot_product_attention has the opposite); floating masks are added to the scores. Masks
+// combine: a key is visible if no mask hides it, and a query without visible keys gets weights of
+// 0.
 struct AttentionMasks {
-  Tensor key_padding_mask = {};  // [N, S] or [S]: keys that nobody sees
+  Tensor key_padding_mask = {};  // [N, S] or [S]: keys hidden from all queries
   Tensor attn_mask = {};         // [L, S], or [N * heads, L, S]
-  bool causal = false;           // a query sees keys up to its own position; fastest alone
+  bool causal = false;  // a query sees keys up to its own position; fastest alone
   bool need_weights = false;     // also returns the attention weights, at the cost of [N, H, L, S]
   bool average_weights = true;   // over heads
   void visit_tensors(auto&& visit) { visit(key_padding_mask), visit(attn_mask); }
@@ -33,7 +34,7 @@ struct AttentionMasks {
 
 struct AttentionResult {
   Tensor output;   // like query
-  Tensor weights;  // [N, L, S], by head [N, heads, L, S]; undefined unless asked for
+  Tensor weights;  // [N, L, S], by head [N, heads, L, S]; undefined unless requested
   void visit_tensors(auto&& visit) { visit(output), visit(weights); }
 };
 
@@ -55,7 +56,7 @@ class MultiheadAttention : public Module<MultiheadAttention> {
   const int64_t embed_dim;
   const int64_t num_heads;
   const MultiheadAttentionOptions options;
-  const bool one_width;  // of query, key and value
+  const bool one_width;  // query, key and value have one width
   const Tensor& in_proj_weight;
   const Tensor& q_proj_weight;
   const Tensor& k_proj_weight;

@@ -1,5 +1,4 @@
-// Blocks with a residual around each part and a norm in front of it: x + part(norm(x)), as GPT-2
-// has them.
+// Pre-norm blocks with a residual around each part, x + part(norm(x)), as in GPT-2.
 //
 //     struct Block : nn::Module<Block> {
 //       explicit Block(int64_t width)
@@ -19,15 +18,15 @@
 //     Block first(64), second(64);
 //     Tensor y = nn::pre_norm(ln, second(first(x)));  // a tensor is a Residual
 //
-// The result is that of the formula, within rounding, in fewer passes over memory. An addition
-// waits for the next norm, which does both at once. On a GPU the last product of a part adds the
-// residual itself, and a norm in front of a layer in fp8 writes that layer's operand
-// (autograd/fp8/norm.h): for these a part says by which layers it begins and ends.
+// The result is that of the formula, within rounding, in fewer passes over memory. An addition is
+// left to the next norm, which does both at once. On a GPU the last product of a part adds the
+// residual itself, and a norm before an fp8 layer writes that layer's operand
+// (autograd/fp8/norm.h); for these a part declares its first and last layers.
 //
 //     nn::PartEnds ends() const { return {&c_attn, &c_proj}; }  // in Attention
 //
-// Hooks, scopes of a policy, adapters and sharded units are seen, as fused.h says of its ops: where
-// the part or its last layer has one, the layer is called and the next norm adds.
+// As in fused.h, hooks, scopes of a policy, adapters and sharded units are respected: if the part
+// or its last layer has one, the layer is called and the next norm adds.
 #pragma once
 
 #include <optional>
@@ -41,7 +40,7 @@
 
 namespace tessera::nn {
 
-// The sum of the blocks so far, and what the last one adds to it.
+// The sum of the blocks so far, and the last block's addition to it.
 struct Residual {
   Residual(Tensor sum_in = {}, Tensor update_in = {})
       : sum(std::move(sum_in)), update(std::move(update_in)) {}
@@ -54,16 +53,16 @@ struct Residual {
 
 namespace detail {
 
-// {x, norm(x)}, which `reader` alone reads; null: anybody.
+// {x, norm(x)}; only `reader` reads the norm, null: any layer.
 ResidualNorm pre_norm_for(const Linear* reader, LayerNorm& norm, const Residual& x);
 
-// What the call of a layer, or the fused op in its place, may add to its result.
+// What the call of a layer, or the fused op that replaces it, may add to its result.
 struct ResidualSlot {
   const Linear* layer = nullptr;
   Tensor sum = {};
   bool taken = false;
 };
-// While it lives `last` may add `sum`, where that is worth it.
+// During its lifetime `last` may add `sum`, where that pays.
 class LentResidual {
  public:
   LentResidual(const ModuleBase& part, const Linear* last, const Tensor& normalized,
@@ -82,7 +81,7 @@ inline Tensor pre_norm(LayerNorm& norm, const Residual& x) {
 }
 
 struct PreNormOptions {
-  double dropout = 0;  // of what the part gives; 0 where it is not training
+  double dropout = 0;  // of the part's result; 0 in evaluation
 };
 // x + part(norm(x), arguments...)
 template <class Part, class... Args>

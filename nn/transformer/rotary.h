@@ -1,5 +1,5 @@
-// Positions as turns of pairs of features (Su et al. 2021, https://arxiv.org/abs/2104.09864), with
-// the scalings by which a model reads further than it was trained.
+// Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864), with the scalings by which a
+// model handles longer texts than in training.
 //
 //     nn::RotaryEmbedding rotary(128, {.theta = 500000});
 //     Tensor turned = rotary(x);                       // [B, H, T, 128], at positions 0..T-1
@@ -7,9 +7,9 @@
 //     const auto [cos, sin] = rotary.angles(0, 1024);  // once for all layers of a model
 //     Tensor keys = rotary_embedding(x, cos, sin);
 //
-// Pair i of a vector of C features at position p is turned by p * theta^(-2 i / C), calculated in
-// f64 and rounded to f32 once, whatever the dtype of x. Nothing is kept between calls: no table, no
-// buffer, no limit of positions, and threads may share a layer.
+// Pair i of a vector of C features at position p is rotated by p * theta^(-2 i / C), calculated in
+// f64 and rounded to f32 once, whatever the dtype of x. Nothing is kept between calls (no table, no
+// buffer, no limit of positions), so threads may share a layer.
 #pragma once
 
 #include <memory>
@@ -18,7 +18,7 @@
 
 namespace tessera::nn {
 
-// What becomes of the frequencies; the names in config.json of transformers ("rope_type").
+// Scalings of the frequencies; the names in config.json of transformers ("rope_type").
 enum class RotaryScaling {
   kNone,     // "default"
   kLinear,   // "linear": each is divided by `factor` (Chen et al. 2023)
@@ -29,9 +29,9 @@ struct RotaryOptions {
   double theta = 10000;
   RotaryScaling scaling = RotaryScaling::kNone;
   double factor = 1;
-  int64_t context = 0;  // that the model was trained with: kDynamic, kLlama3
-  // kLlama3: pairs that turn fewer times than the first in `context` positions are slow, those that
-  // turn more often than the second are fast.
+  int64_t context = 0;  // context length of the training: kDynamic, kLlama3
+  // kLlama3: pairs with fewer rotations than the first number in `context` positions are slow,
+  // those with more than the second are fast.
   double low_freq_factor = 1;
   double high_freq_factor = 4;
   bool interleaved = false;  // pairs (2i, 2i + 1) in place of (i, i + C/2)
@@ -43,14 +43,15 @@ struct RotaryAngles {
   void visit_tensors(auto&& visit) { visit(cos), visit(sin); }
 };
 
-// No parameters. ConfigError: an odd or no number of features, or options that fit no scaling.
+// It has no parameters. ConfigError: an odd number of features or none, or options that fit no
+// scaling.
 class RotaryEmbedding : public Module<RotaryEmbedding> {
  public:
   explicit RotaryEmbedding(int64_t features, const RotaryOptions& options = {});
-  // x: [..., T, features], of positions begin .. begin + T - 1.
+  // x: [..., T, features], at positions begin .. begin + T - 1.
   Tensor forward(const Tensor& x, int64_t begin = 0);
-  // Of positions begin .. begin + count - 1; kDynamic takes begin + count as the sequence's length,
-  // and turns by its frequencies what this call turns (keys of a cache stay as they were).
+  // For positions begin .. begin + count - 1; kDynamic takes begin + count as the sequence's length
+  // and uses its frequencies for this call only (cached keys do not change).
   RotaryAngles angles(int64_t begin, int64_t count, const Device& device = kCpu) const;
   std::string extra_repr() const override;
   std::unique_ptr<RotaryEmbedding> remake() const {

@@ -36,7 +36,7 @@ struct DecoderMasks {
   Tensor memory_mask = {};  // [T, S]
   Tensor tgt_key_padding_mask = {};
   Tensor memory_key_padding_mask = {};
-  bool causal = false;  // of the target
+  bool causal = false;  // for the target
   void visit_tensors(auto&& visit) {
     visit(tgt_mask), visit(memory_mask);
     visit(tgt_key_padding_mask), visit(memory_key_padding_mask);
@@ -71,7 +71,7 @@ class TransformerEncoderLayer : public Module<TransformerEncoderLayer> {
   Tensor feed_forward(const Tensor& x);
 };
 
-// As the encoder's, with attention to `memory` between the two.
+// Like the encoder's, with attention to `memory` between the two.
 class TransformerDecoderLayer : public Module<TransformerDecoderLayer> {
  public:
   using Options = TransformerLayerOptions;
@@ -103,8 +103,8 @@ class TransformerDecoderLayer : public Module<TransformerDecoderLayer> {
   Tensor feed_forward(const Tensor& x);
 };
 
-// num_layers layers "layers.0", ..., and a LayerNorm "norm" at the end where final_norm is set
-// (with norm_first it is needed). Each layer draws its own initial values.
+// num_layers layers "layers.0", ..., and a final LayerNorm "norm" if final_norm is set (norm_first
+// needs it). Each layer draws its own initial values.
 class TransformerEncoder : public Module<TransformerEncoder> {
  public:
   using Options = TransformerLayerOptions;
