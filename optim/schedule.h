@@ -114,7 +114,7 @@ struct OneCycle {
   double max_momentum = 0.95;
   double div_factor = 25;         // begins at max_lr / div_factor
   double final_div_factor = 1e4;  // ends at the initial rate / final_div_factor
-  bool three_phase = false;  // down to the initial rate first, then to the final one
+  bool three_phase = false;       // down to the initial rate first, then to the final one
   double rate(int64_t step, double base) const;
   void check() const;
   std::optional<double> momentum(int64_t step) const;

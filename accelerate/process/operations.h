@@ -52,7 +52,7 @@ enum class RankReduction : uint8_t {
 
 struct PadOptions {
   int64_t dim = 0;         // negative: from the end
-  double pad_index = 0;  // value of the new elements
+  double pad_index = 0;    // value of the new elements
   bool pad_first = false;  // new elements come before the old ones
 };
 

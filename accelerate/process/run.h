@@ -22,7 +22,7 @@ namespace tessera {
 // The requests of SIGTERM and SIGUSR1 since run() began; a training loop checks once a step.
 enum class RunRequest {
   kNone,
-  kCheckpoint,  // SIGUSR1: save and continue
+  kCheckpoint,         // SIGUSR1: save and continue
   kCheckpointAndStop,  // SIGTERM: save and return
 };
 RunRequest requested();

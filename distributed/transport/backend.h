@@ -2,7 +2,8 @@
 // once and reported by a callback. Everything above (tensors, deadlines, records) is Group's; users
 // do not meet backends.
 //
-//     backend_thread.cpp  ranks are threads of this process; the last to come does the work
+//     backend_thread.cpp  ranks are threads of this process; the last to come does the work, also
+//                         for tensors of one GPU that all share (one_device.h)
 //     mpi/backend_mpi.cpp  one progress thread makes all MPI calls (where built with MPI)
 //     nccl/backend_nccl.cpp  tensors of GPUs, on streams beside the one that calculates
 //     backend_paired.cpp  the first two for CPU tensors, nccl for those of a GPU
@@ -26,6 +27,7 @@
 namespace tessera::distributed {
 
 class Store;
+struct QueuedCall;  // one_device.h
 
 // Travels before every collective on the mpi and thread backends, so that ranks that call different
 // things raise instead of exchanging nonsense. All of it must agree.
@@ -84,6 +86,9 @@ struct Call {
   // Written by start() where the results lie in the order of a stream: makes its caller's current
   // stream wait for them. Nobody needs to wait for `done` then.
   std::function<void()> order;
+  // Written by start() where the results lie in the order of a stream, but only once other ranks
+  // have called: who waits for `done` makes its stream wait for this.
+  std::shared_ptr<QueuedCall> queued;
 };
 using CallPtr = std::shared_ptr<Call>;
 // The same for a send and its recv.

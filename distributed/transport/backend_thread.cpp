@@ -1,6 +1,7 @@
 #include <tessera/distributed/transport/backend_thread.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -9,6 +10,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/distributed/transport/deterministic.h>
+#include <tessera/distributed/transport/one_device.h>
 
 namespace tessera::distributed {
 namespace {
@@ -29,10 +31,8 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-void copy_part(const Part& to, const Part& from) {
-  if (from.bytes > 0 && to.data != from.data) {
-    std::memcpy(to.data, from.data, static_cast<size_t>(from.bytes));
-  }
+void copy_on_host(const Part& to, const Part& from) {
+  std::memcpy(to.data, from.data, static_cast<size_t>(from.bytes));
 }
 
 // Of uneven calls: the first pair of ranks that expect different sizes of each other.
@@ -52,20 +52,21 @@ std::string compare_sizes(std::span<const CallPtr> calls) {
   return {};
 }
 
-// Every rank's side of one collective, on the thread of whom came last.
-void carry_out(std::span<const CallPtr> calls) {
+// Every rank's side of one collective.
+void carry_out(std::span<const CallPtr> calls, const CopyParts& copy, const ReduceParts& reduce) {
   const CallHeader& header = calls[0]->header;
   const size_t size = calls.size();
   const int64_t element = size_of(header.dtype);
   std::vector<const void*> inputs;
+  const auto copy_part = [&](const Part& to, const Part& from) {
+    if (from.bytes > 0 && to.data != from.data) copy(to, from);
+  };
   const auto reduce_piece = [&](size_t piece, void* out) {
     const int64_t bytes = calls[0]->sends[piece].bytes;
     inputs.clear();
-    if (header.onto) inputs.push_back(out);
+    if (header.onto && calls[0]->device.is_cpu()) inputs.push_back(out);  // see Call
     for (const CallPtr& call : calls) inputs.push_back(call->sends[piece].data);
-    if (bytes > 0) {
-      reduce_contributions(inputs, out, bytes / element, header.dtype, header.reduce);
-    }
+    if (bytes > 0) reduce(inputs, out, bytes / element, header.dtype, header.reduce);
   };
   const OperationTraits& traits = traits_of(header.operation);
   switch (traits.movement) {
@@ -94,8 +95,13 @@ void carry_out(std::span<const CallPtr> calls) {
         }
       }
       return;
+    case Movement::kMessage: {  // a send and its recv
+      const auto to = static_cast<size_t>(calls[0]->header.root);
+      const auto from = static_cast<size_t>(calls[1]->header.root);
+      copy_part(calls[1]->receives[from], calls[0]->sends[to]);
+      return;
+    }
     case Movement::kNothing:
-    case Movement::kMessage:
       return;
   }
 }
@@ -105,14 +111,16 @@ void carry_out(std::span<const CallPtr> calls) {
 // The meeting place of one group.
 class ThreadHub {
  public:
-  explicit ThreadHub(std::vector<int> world_ranks)
-      : world_ranks_(std::move(world_ranks)), positions_(kChannels) {
+  ThreadHub(std::vector<int> world_ranks, const Device& device)
+      : world_ranks_(std::move(world_ranks)), device_(device), positions_(kChannels) {
     for (auto& channel : positions_) channel.resize(world_ranks_.size());
   }
 
   int size() const { return static_cast<int>(world_ranks_.size()); }
+  bool serves(const Device& device) const { return device.is_cpu() || device == device_; }
 
   void start(int rank, CallPtr call) {
+    if (call->device.is_cuda()) note_queued(*call);
     const bool peer_call = is_message(call->header.operation);
     std::string error;
     std::vector<CallPtr> complete;
@@ -128,14 +136,10 @@ class ThreadHub {
     }
     if (!error.empty()) return call->done(distributed_error(error));
     if (complete.empty()) return;
-    if (!peer_call) error = verify(complete);
+    error = peer_call ? verify_peers(*complete[0], *complete[1]) : verify(complete);
     if (error.empty()) {
       try {
-        if (peer_call) {
-          deliver(*complete[0], *complete[1]);
-        } else {
-          carry_out(complete);
-        }
+        transfer(complete);
       } catch (...) {
         error = message_of(std::current_exception());
       }
@@ -238,24 +242,45 @@ class ThreadHub {
     }
     return agree(headers) ? compare_sizes(calls) : describe_mismatch(texts);
   }
+  static std::string verify_peers(const Call& send, const Call& recv) {
+    return agree(send, recv) ? std::string() : describe_mismatch(send, recv);
+  }
 
-  static void deliver(const Call& send, const Call& recv) {
-    const auto to = static_cast<size_t>(send.header.root);
-    const auto from = static_cast<size_t>(recv.header.root);
-    if (!agree(send, recv)) throw DistributedError(describe_mismatch(send, recv));
-    copy_part(recv.receives[from], send.sends[to]);
+  // On the thread of whom came last.
+  void transfer(std::span<const CallPtr> calls) {
+    const Device& device = calls[0]->device;
+    for (const CallPtr& call : calls) {
+      TS_CHECK_DEVICE(call->device == device, calls[0]->text.data(),
+                      "ranks gave tensors of different devices: ", device, " and ", call->device);
+    }
+    if (!device.is_cuda()) return carry_out(calls, copy_on_host, reduce_contributions);
+    std::shared_ptr<gpu::StreamHandle> side;
+    {
+      const std::lock_guard lock(mutex_);
+      auto& stream = streams_[static_cast<size_t>(calls[0]->channel)];
+      if (!stream) stream = gpu::make_stream(device.index);
+      side = stream;
+    }
+    queue_transfer(calls, side, [&](const CopyParts& copy, const ReduceParts& reduce) {
+      carry_out(calls, copy, reduce);
+    });
   }
 
   const std::vector<int> world_ranks_;
+  const Device device_;  // that ranks share; kCpu: none
   std::mutex mutex_;
   std::string broken_;                                // why no call can succeed any more
   std::vector<std::pair<size_t, std::string>> gone_;  // ranks that ended, the first first
   std::map<std::pair<Channel, int64_t>, Meeting> meetings_;
   std::map<std::tuple<int, int, int, bool>, std::deque<CallPtr>> waiting_;
   std::vector<std::vector<Position>> positions_;  // [channel][rank]
+  std::array<std::shared_ptr<gpu::StreamHandle>, kChannels> streams_;
 };
 
 struct ThreadJob::State {
+  explicit State(const Device& device) : device(device) {}
+
+  const Device device;
   std::mutex mutex;
   std::map<std::string, std::weak_ptr<ThreadHub>> hubs;
   struct Leave {
@@ -272,7 +297,7 @@ struct ThreadJob::State {
       const std::lock_guard lock(mutex);
       std::weak_ptr<ThreadHub>& slot = hubs[name];
       hub = slot.lock();
-      if (!hub) slot = hub = std::make_shared<ThreadHub>(world_ranks);
+      if (!hub) slot = hub = std::make_shared<ThreadHub>(world_ranks, device);
       gone = left;
     }
     for (const Leave& leave : gone) hub->leave(leave.rank, leave.message, leave.failed);
@@ -292,7 +317,7 @@ class ThreadBackend : public Backend {
   std::string_view name() const override { return "thread"; }
   int rank() const override { return rank_; }
   int size() const override { return hub_->size(); }
-  bool serves(const Device& device) const override { return device.is_cpu(); }
+  bool serves(const Device& device) const override { return hub_->serves(device); }
   void start(CallPtr call) override { hub_->start(rank_, std::move(call)); }
   void fail(std::exception_ptr error) override { hub_->fail(message_of(error)); }
   std::vector<std::optional<Position>> positions(Channel channel) override {
@@ -328,7 +353,7 @@ std::vector<int> first_numbers(int size) {
 
 }  // namespace
 
-ThreadJob::ThreadJob(int size) : state_(std::make_shared<State>()) {
+ThreadJob::ThreadJob(int size, const Device& device) : state_(std::make_shared<State>(device)) {
   world_ = state_->hub("world", first_numbers(size));
 }
 ThreadJob::~ThreadJob() = default;

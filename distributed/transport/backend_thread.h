@@ -17,7 +17,8 @@ class ThreadHub;
 // All groups of one set of rank threads.
 class ThreadJob {
  public:
-  explicit ThreadJob(int size);
+  // `device`: a GPU whose tensors travel too, if it is one; the ranks share it.
+  explicit ThreadJob(int size, const Device& device = kCpu);
   ~ThreadJob();
 
   std::unique_ptr<Backend> backend(int rank);  // of the world group

@@ -16,6 +16,7 @@
 #include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/captured_calls.h>
 #include <tessera/distributed/transport/group_request.h>
+#include <tessera/distributed/transport/one_device.h>
 #include <tessera/distributed/transport/watchdog.h>
 
 namespace tessera::distributed {
@@ -74,11 +75,12 @@ struct Work::State {
   std::weak_ptr<void> carrier;  // for drive(), where the call said that it waits
   std::vector<Tensor> keep;
   std::vector<std::pair<Tensor, Tensor>> copy_back, add_back;
-  std::function<void()> order;  // see Call::order
-  bool delivered = false;       // wait() has copied back
-  bool mistaken = false;        // the caller has an error of its own, or does not want to know
-  bool answered = false;        // someone waited, or the call was mistaken
-  std::vector<Work> parts;      // of a coalesced call
+  std::function<void()> order;         // see Call::order
+  std::shared_ptr<QueuedCall> queued;  // see Call::queued
+  bool delivered = false;              // wait() has copied back
+  bool mistaken = false;    // the caller has an error of its own, or does not want to know
+  bool answered = false;    // someone waited, or the call was mistaken
+  std::vector<Work> parts;  // of a coalesced call
 
   // Until the call has ended. False at the deadline, or where another call of this rank has failed
   // and this one makes no progress: `other` says which.
@@ -90,6 +92,7 @@ struct Work::State {
       group->note_unseen(record, number, error, delivered);
     }
     if (group && !error.empty()) group->forget_failed(number);
+    if (queued && !delivered) let_go(*queued);
   }
   void finish(std::string failure) {
     bool known = false;
@@ -140,7 +143,7 @@ bool Work::completed() const {
     if (!part.completed()) return false;
   }
   const std::lock_guard lock(state_->mutex);
-  return state_->done;
+  return state_->done && (!state_->queued || !state_->error.empty() || has_ended(*state_->queued));
 }
 
 int64_t Work::sequence() const { return state_ ? state_->record.sequence : 0; }
@@ -177,6 +180,7 @@ void Work::wait() const {
       error = state.error;
     }
     if (state.order && error.empty()) state.order();
+    if (state.queued && error.empty()) wait_for(*state.queued);
     trace.waited(state.number, begin, trace.seconds());
     if (!error.empty()) {
       state.group->note_raised();
@@ -248,6 +252,7 @@ Work Group::local(Request& request) {
 Work Group::Issue::started() {
   state->order = std::move(call->order);
   state->carrier = call->carrier;
+  state->queued = call->queued;
   return Work(std::move(state));
 }
 

@@ -2,7 +2,10 @@
 
 #include <exception>
 #include <mutex>
+#include <optional>
 
+#include <tessera/core/gpu/backend.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/thread.h>
 #include <tessera/distributed/rendezvous/store.h>
@@ -12,7 +15,7 @@ namespace tessera::distributed {
 
 void run_ranks(int size, const std::function<void(int rank)>& fn, const RunRanksOptions& options) {
   TS_CHECK(size >= 1, "run_ranks", "needs at least one rank; given ", size);
-  ThreadJob job(size);
+  ThreadJob job(size, options.device);
   const auto store = std::make_shared<MemoryStore>();
   std::mutex mutex;
   std::exception_ptr first;
@@ -22,6 +25,11 @@ void run_ranks(int size, const std::function<void(int rank)>& fn, const RunRanks
     Context own;
     const ContextGuard guard(own);
     set_num_threads(options.threads);
+    std::optional<gpu::CurrentStream> own_stream;
+    if (options.device.is_cuda()) {
+      gpu::use_device(options.device.index);
+      own_stream.emplace(gpu::make_stream(options.device.index));
+    }
     RankContext& context = rank_context();
     context.rank = context.local_rank = rank;
     context.world_size = context.local_world_size = size;

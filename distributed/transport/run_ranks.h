@@ -13,6 +13,9 @@ namespace tessera::distributed {
 struct RunRanksOptions {
   int threads = 1;              // for compute, of each rank
   double timeout_seconds = 60;  // of collectives
+  // A GPU that all ranks share, with a stream each: groups then carry its tensors too, with the
+  // sums of the CPU. Ranks are tried so where there is one card; each has its own parameters.
+  Device device = kCpu;
   // What becomes of the world's backend, on each rank.
   std::function<std::shared_ptr<Backend>(std::shared_ptr<Backend>)> decorate = {};
 };

@@ -21,7 +21,7 @@
 namespace tessera::nn {
 
 struct PackedSequence {
-  Tensor data;  // [sum of lengths, ...]: step by step, sequences in order
+  Tensor data;                       // [sum of lengths, ...]: step by step, sequences in order
   std::vector<int64_t> batch_sizes;  // for each step, how many sequences reach it
   // For each stored sequence, its original index; empty if sorted already.
   std::vector<int64_t> sorted_indices = {};

@@ -26,7 +26,7 @@ struct MultiheadAttentionOptions {
 struct AttentionMasks {
   Tensor key_padding_mask = {};  // [N, S] or [S]: keys hidden from all queries
   Tensor attn_mask = {};         // [L, S], or [N * heads, L, S]
-  bool causal = false;  // a query sees keys up to its own position; fastest alone
+  bool causal = false;           // a query sees keys up to its own position; fastest alone
   bool need_weights = false;     // also returns the attention weights, at the cost of [N, H, L, S]
   bool average_weights = true;   // over heads
   void visit_tensors(auto&& visit) { visit(key_padding_mask), visit(attn_mask); }

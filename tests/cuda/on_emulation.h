@@ -9,6 +9,10 @@
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/gpu/backend.h>
 
+namespace tessera::gpu::emulation {
+void set_seed(uint64_t seed);  // of the orders that it draws (simt.h)
+}
+
 namespace tessera::gpu {
 
 // It counts waits of the host, launches and bytes, draws the orders of streams and blocks, looks at

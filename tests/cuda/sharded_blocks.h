@@ -11,8 +11,6 @@
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
 
-#include "nccl_fixture.h"
-
 namespace tessera::distributed {
 
 // Rows that no number of ranks divides.
@@ -39,10 +37,14 @@ struct Blocks : nn::Module<Blocks> {
   std::vector<Block*> blocks;
 };
 
-inline Tensor loss_of(Blocks& model, int step, int rank) {
+// On `device`; parameters may lie elsewhere.
+inline Tensor loss_of(Blocks& model, int step, int rank, const Device& device) {
   const RandomStream stream{7, static_cast<uint64_t>(10 * step + rank)};
-  const Tensor y = model(on_gpu(randn({3, 5}, {}, stream)));
+  const Tensor y = model(randn({3, 5}, {}, stream).to(device));
   return (y * y).mean();
+}
+inline Tensor loss_of(Blocks& model, int step, int rank) {
+  return loss_of(model, step, rank, cuda(rank));
 }
 
 }  // namespace tessera::distributed

@@ -62,7 +62,8 @@ struct Trained {
 };
 
 // Of rank 0. Collectives begin on a rank when its host comes to them, which takes a drawn time.
-Trained train(int size, const std::optional<Way>& way, uint64_t seed) {
+// `shared`: all ranks have one device.
+Trained train(int size, const std::optional<Way>& way, uint64_t seed, bool shared = false) {
   gpu::emulation::set_seed(seed);
   Trained trained;
   const auto body = [&](int rank) {
@@ -73,7 +74,8 @@ Trained train(int size, const std::optional<Way>& way, uint64_t seed) {
     };
     manual_seed(3);
     Blocks model;
-    model.to(cuda(rank));
+    const Device device = cuda(shared ? 0 : rank);
+    model.to(device);
     Mesh mesh(world());
     std::unique_ptr<DataParallelModel> parallel;
     if (way) {
@@ -87,7 +89,7 @@ Trained train(int size, const std::optional<Way>& way, uint64_t seed) {
     }
     optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
     for (int step = 0; step < kSteps; ++step) {
-      const Tensor loss = loss_of(model, step, rank);
+      const Tensor loss = loss_of(model, step, rank, device);
       loss.backward();
       optim::clip_grad_norm(model.parameters(), 0.1, {.fold_into = &optimizer});
       optimizer.step();
@@ -101,7 +103,11 @@ Trained train(int size, const std::optional<Way>& way, uint64_t seed) {
     }
     faults() = {};
   };
-  on_gpus(size, body, {.decorate = with_faults()});
+  if (shared) {
+    compared_ranks(size, body, {.device = cuda(0), .decorate = with_faults()});
+  } else {
+    on_gpus(size, body, {.decorate = with_faults()});
+  }
   return trained;
 }
 
@@ -118,7 +124,10 @@ TEST_F(CudaSharding, EveryOrderOfStreamsHasTheBitsOfReplicas) {
           SCOPED_TRACE(testing::Message()
                        << size << " ranks, units " << static_cast<int>(units) << ", reshard "
                        << reshard << ", recomputes " << recomputes << ", seed " << seed + 1);
-          EXPECT_TRUE(train(size, Way{units, reshards[reshard], recomputes}, ++seed) == expected);
+          const Way way{units, reshards[reshard], recomputes};
+          EXPECT_TRUE(train(size, way, ++seed) == expected);
+          if (recomputes) continue;
+          EXPECT_TRUE(train(size, way, seed, /*shared=*/true) == expected);
         }
       }
     }

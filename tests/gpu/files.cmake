@@ -2,7 +2,7 @@
 
 set(gpu_suite_files test_cuda_accelerator test_cuda_accelerator_graphs test_cuda_attention test_cuda_fp8
   test_cuda_fp8_layers test_cuda_gemm test_cuda_gemm_choice test_cuda_gemm_table test_cuda_graph test_cuda_graphed_step test_cuda_kernels
-  test_cuda_loader test_cuda_optim test_cuda_rows test_cuda_runtime test_cuda_square_sum test_cuda_training)
+  test_cuda_loader test_cuda_one_device test_cuda_optim test_cuda_rows test_cuda_runtime test_cuda_square_sum test_cuda_training)
 # As programs of their own: gpu_ops, gpu_bad_input.
 set(gpu_program_files test_cuda_ops test_cuda_bad_input)
 # Of both, those that include cuda_runtime.h. The others are compiled once for both backends.
