@@ -1,4 +1,5 @@
-// The mesh, the precision and the data-parallel mode that settings ask for. Internal: accelerator.h is the interface.
+// The mesh, the precision and the data-parallel mode that settings ask for. Internal: accelerator.h
+// is the interface.
 #pragma once
 
 #include <functional>

@@ -1,9 +1,10 @@
-// Puts a policy on a module, in place: its type, its calls and its parameters' names stay.
+// Applies a policy to a module in place; its type, its calls and its parameters' names do not
+// change.
 //
 //     const AppliedPolicy applied = apply(model, Policy::autocast(kBF16));
 //     auto out = model(batch.inputs);  // products in bf16; out is as computed
 //
-// Around each call of the module stands a scope, which also an exception leaves:
+// Each call of the module runs in a scope, which ends also by an exception:
 //   - kAutocast: an AutocastGuard. Inside, AutocastGuard(kF16), AutocastGuard(kBF16, false) and
 //     modules with policies of their own nest as they like.
 //   - kBoundary: the call's floating inputs (f32, f16, bf16) and, as ops read them, the parameters
@@ -12,10 +13,10 @@
 //     AutocastGuard inside is a ConfigError. Autocast around it ends at the boundary.
 //   - Policy::fp8: the AutocastGuard, and around each Linear that the recipe takes what
 //     precision/fp8_linear.h says.
-// Results come as they were computed unless `output` says otherwise: a cast to f32 that nobody
-// asked for doubles the logits' bytes.
+// Results keep their computed dtype unless `output` is set, since a cast to f32 doubles the logits'
+// bytes.
 //
-// A module has one policy; below it others may have one too, and the innermost decides.
+// A module has one policy; modules in it may have another, and the innermost counts.
 #pragma once
 
 #include <memory>
@@ -31,8 +32,8 @@
 
 namespace tessera::precision {
 
-// The policy stays on the module until this goes, or remove() is called. The stored dtype of
-// parameters stays also then.
+// The policy stays on the module until this is destroyed or remove() is called. The parameters keep
+// their stored dtype afterwards.
 class [[nodiscard]] AppliedPolicy {
  public:
   AppliedPolicy() = default;
@@ -42,13 +43,13 @@ class [[nodiscard]] AppliedPolicy {
   void remove();
 
   const Policy& policy() const { return policy_; }
-  // The f32 values of parameters that were narrowed, once, by name: what the optimizer's masters
-  // begin with (Optimizer::begin_masters), so that nothing is lost by the rounding.
+  // The f32 values of narrowed parameters by name; may be taken once. The optimizer's masters begin
+  // with them (Optimizer::begin_masters), so that the rounding loses nothing.
   NamedTensors take_originals() { return std::exchange(originals_, {}); }
-  // kBoundary: tensors that stand in the places of parameters during calls (sharded training's
-  // whole parameters) are cast as these are.
+  // kBoundary: tensors that replace parameters during calls (unsharded parameters) are cast as
+  // these are.
   void add_parameters(const TensorList& tensors);
-  // The Linears in fp8, or null where the policy has none.
+  // The Linears in fp8, or null if the policy has none.
   const std::shared_ptr<Fp8Layers>& fp8() const { return fp8_; }
 
  private:
@@ -60,15 +61,15 @@ class [[nodiscard]] AppliedPolicy {
   std::shared_ptr<Fp8Layers> fp8_;
 };
 
-// Converts parameters to policy.parameter (buffers stay: running statistics are f32; so do frozen
-// parameters of 16 bits where that is f32: the base of adapters) and installs what the policy
-// needs. Before replicate(), whose buffers take the parameters' dtypes, and before the optimizer's
-// first step. Throws what check() throws, ConfigError where the module has a policy.
+// Converts parameters to policy.parameter (buffers keep their dtype: running statistics are f32; so
+// do frozen 16-bit parameters if policy.parameter is f32: the base of adapters) and installs the
+// policy. Call it before replicate(), whose buffers take the parameters' dtypes, and before the
+// optimizer's first step. Throws what check() throws, ConfigError if the module has a policy.
 AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy);
 
 // The policy that apply() has put on this module, if any.
 std::optional<Policy> policy_of(const nn::ModuleBase& module);
-// Its Linears in fp8; null where it has no such policy.
+// The module's Linears in fp8; null without such a policy.
 std::shared_ptr<Fp8Layers> fp8_of(const nn::ModuleBase& module);
 
 }  // namespace tessera::precision

@@ -1,5 +1,5 @@
-// Loss scaling: small f16 gradients are lifted into f16's range, and steps whose gradients
-// overflowed are left out.
+// Loss scaling: lifts small f16 gradients into f16's range, and skips steps whose gradients
+// overflowed.
 //
 //     precision::GradScaler scaler;
 //     for (auto& batch : loader) {
@@ -12,26 +12,27 @@
 //       optimizer.zero_grad();
 //     }
 //
-// Gradients are never written: the inverse scale goes into Optimizer::next_step(), which the update
-// multiplies by as it reads them, in f32; so f16 gradients can be unscaled too. Whether one of them
-// is not finite is seen by one reading pass, or at no cost from a norm that was taken anyway.
+// Gradients are never written: the update multiplies by the inverse scale in Optimizer::next_step()
+// as it reads them, in f32, so f16 gradients can be unscaled too. One reading pass finds gradients
+// that are not finite, or a norm that was taken anyway shows them at no cost.
 //
-// The scale begins at init_scale, is multiplied by backoff_factor where a gradient of any optimizer
-// was not finite and by growth_factor after growth_interval updates without (not beyond f32). Where
-// both factors are 1 it stays. With a hysteresis of n the first n - 1 overflows since it grew leave
-// their steps out and the scale as it is (DeepSpeed).
+// The scale begins at init_scale. It is multiplied by backoff_factor if a gradient of any optimizer
+// was not finite, and by growth_factor after growth_interval updates without (within f32's range).
+// If both factors are 1 it is constant. With a hysteresis of n the first n - 1 overflows since it
+// grew skip their steps and leave the scale as it is (DeepSpeed).
 //
-// An optimizer is anything with parameters(group), num_groups(), next_step() and step(): this floor
-// knows no update rules and no ranks. Optimizers are known by their next_step() tensor.
+// An optimizer is anything with parameters(group), num_groups(), next_step() and step(): this
+// library knows neither update rules nor ranks. Optimizers are identified by their next_step()
+// tensor.
 //
-// Where rank threads or processes hold different gradients (sharded ones, or a parameter that is
-// each rank's own affair) an Agreement makes one finding of all: else some would step and others
-// not. Reduced gradients are equal on all ranks and need none.
+// If ranks hold different gradients (sharded ones, or a parameter that ranks do not share) an
+// Agreement combines their findings; else some would step and others not. Reduced gradients are
+// equal on all ranks and need none.
 //
-// On a GPU the host waits in each step for what was found. With on_device it does not: scale and
-// finding stay beside the loss, the update reads them there, and the whole iteration can be
-// captured in a graph (optim/graphed_step.h). Then step() returns true also where the step was left
-// out, a schedule does not know of it, and loss_scale() and its like read the device when asked.
+// On a GPU the host waits in each step for the finding. With on_device it does not: scale and
+// finding stay on the device, the update reads them there, and the whole iteration can be captured
+// in a graph (optim/graphed_step.h). Then step() returns true also for a skipped step, a schedule
+// does not know of it, and loss_scale() and similar functions read the device.
 #pragma once
 
 #include <concepts>
@@ -50,13 +51,13 @@ struct GradScalerOptions {
   double growth_factor = 2;
   double backoff_factor = 0.5;
   int64_t growth_interval = 2000;
-  bool enabled = true;  // false: every call passes through, scale 1, nothing is looked for
-  // A scale below it is an error: gradients that overflow even so are NaN or infinite by
-  // themselves, and leaving out steps would go on for ever.
+  bool enabled = true;  // false: every call passes through, scale 1, without checks
+  // A scale below it is an error: gradients that overflow even then are not finite at any scale,
+  // and steps would be skipped for ever.
   double min_scale = 0x1p-32;
   int64_t hysteresis = 1;               // overflows until the scale falls; 1 with on_device
-  bool consecutive_hysteresis = false;  // an update without overflow begins that count anew
-  bool on_device = false;               // for losses on a GPU; others are scaled as ever
+  bool consecutive_hysteresis = false;  // an update without overflow restarts that count
+  bool on_device = false;               // for losses on a GPU; others are scaled as usual
 };
 
 // Takes the maximum over all ranks in place. `found`: f32 [1] on the CPU, 0 or 1. Called once for
@@ -71,7 +72,7 @@ concept ScaledOptimizer = requires(T& optimizer) {
   { optimizer.step() } -> std::convertible_to<bool>;
 };
 
-// One that can be told by tensors beside its parameters.
+// An optimizer that takes its factor and flag from tensors on its parameters' device.
 template <class T>
 concept DeviceScaledOptimizer = ScaledOptimizer<T> && requires(T& optimizer, const Tensor& value) {
   optimizer.scale_next_step(value);
@@ -80,21 +81,21 @@ concept DeviceScaledOptimizer = ScaledOptimizer<T> && requires(T& optimizer, con
 
 class GradScaler {
  public:
-  // Throws ConfigError for options that cannot work.
+  // Throws ConfigError for invalid options.
   explicit GradScaler(const GradScalerOptions& options = {});
 
   bool enabled() const { return options_.enabled; }
   const GradScalerOptions& options() const { return options_; }
-  // These throw ValueError where the scale on a device fell below min_scale.
+  // These throw ValueError if the scale on a device fell below min_scale.
   double loss_scale() const;
   int64_t growth_tracker() const;  // good updates since the last change
-  int64_t skipped_steps() const;   // optimizer steps left out so far
+  int64_t skipped_steps() const;   // optimizer steps skipped so far
 
-  // loss * loss_scale(). A 16-bit loss comes out as f32: 65536 is more than f16 holds.
+  // loss * loss_scale(). A 16-bit loss becomes f32, since 65536 exceeds f16's range.
   Tensor scale(const Tensor& loss) const;
 
-  // The optimizer's next step divides its gradients by the scale. No pass over them. Throws
-  // ValueError where that was done since the last update().
+  // The optimizer's next step divides its gradients by the scale, without a pass over them. Throws
+  // ValueError for a second call since the last update().
   template <ScaledOptimizer Optimizer>
   void unscale(Optimizer& optimizer) {
     if (!enabled()) return;
@@ -111,26 +112,25 @@ class GradScaler {
     return find(optimizer.next_step()) != nullptr;
   }
 
-  // The optimizer's step was left out for another reason than an overflow, or its gradients were
-  // cleared: what it was told by unscale() goes, and the gradients of its next step are unscaled
-  // anew. Nothing for one that has come to its step since the last update().
+  // Called if the optimizer's step was skipped for another reason than an overflow, or its
+  // gradients were cleared: discards the pending unscale(), so that the gradients of its next step
+  // are unscaled anew. No effect for one that has come to its step since the last update().
   template <ScaledOptimizer Optimizer>
   void forget(Optimizer& optimizer) {
     if (!forget(optimizer.next_step()) || !is_on_device()) return;
     if constexpr (DeviceScaledOptimizer<Optimizer>) optimizer.scale_next_step(Tensor());
   }
 
-  // The norm of this iteration's gradients, scaled or not, one floating element. It must cover all
-  // gradients of the optimizer. Not finite: its step is left out. Throws ValueError before
-  // unscale().
+  // The norm of this iteration's gradients, scaled or not, one floating element, over all gradients
+  // of the optimizer. If it is not finite the step is skipped. Throws ValueError before unscale().
   template <ScaledOptimizer Optimizer>
   void note_norm(Optimizer& optimizer, const Tensor& norm) {
     if (enabled()) note_norm(optimizer.next_step(), norm);
   }
 
-  // For a step gate, which is asked before next_step() is read: unscales where nobody did, looks
-  // for gradients that are not finite, agrees with the other ranks. Empty: step; else the reason
-  // for leaving the step out. Once for each optimizer between two updates, else ValueError.
+  // For a step gate, which is asked before next_step() is read: unscales if that was not done,
+  // looks for gradients that are not finite, agrees with the other ranks. Empty: step; else the
+  // reason for skipping it. Once for each optimizer between two updates, else ValueError.
   template <ScaledOptimizer Optimizer>
   std::string before_step(Optimizer& optimizer) {
     if (!enabled()) return {};
@@ -152,24 +152,24 @@ class GradScaler {
     return finish_step(record);
   }
 
-  // before_step() and the step, where no gate does it: false where it was left out.
+  // before_step() and the step, without a gate: returns false if it was skipped.
   template <ScaledOptimizer Optimizer>
   bool step(Optimizer& optimizer) {
     if (!before_step(optimizer).empty()) set_skip(optimizer.next_step());
     return optimizer.step();
   }
 
-  // The next scale. Once for each iteration, after the steps of all optimizers whose gradients
-  // carry this scale. Throws ValueError where nothing was unscaled or stepped since the last one,
-  // and where the scale fell below min_scale.
+  // Updates the scale. Call it once for each iteration, after the steps of all optimizers whose
+  // gradients carry this scale. Throws ValueError if nothing was unscaled or stepped since the last
+  // one, and if the scale fell below min_scale.
   void update();
   bool update_is_due() const;  // some optimizer came to its step since the last update()
 
   void set_agreement(Agreement agreement) { agreement_ = std::move(agreement); }
 
-  // scale, growth_tracker, skipped_steps, the constants and, with a hysteresis, its count. Between
-  // iterations: throws ValueError where an update is due. load_state_dict takes over the constants
-  // too; whether scaling is enabled stays.
+  // scale, growth_tracker, skipped_steps, the constants and, with a hysteresis, its count. Call it
+  // between iterations: throws ValueError if an update is due. load_state_dict adopts the constants
+  // too; whether scaling is enabled does not change.
   StateDict state_dict() const;
   void load_state_dict(const StateDict& state);
 
@@ -200,7 +200,7 @@ class GradScaler {
   void check_scale() const;
 
   GradScalerOptions options_;
-  // Where on_device_ is defined, what was last read of it.
+  // The last values read from on_device_, if that is defined.
   mutable double scale_;
   mutable int64_t growth_tracker_ = 0;
   mutable int64_t skipped_steps_ = 0;

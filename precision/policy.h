@@ -1,14 +1,14 @@
-// The dtypes of a mixed-precision training: what parameters are stored in, what products are
-// computed in, what gradients are added up and reduced in, what a module gives back.
+// The dtypes of a mixed-precision training: those of stored parameters, of products, of sums and
+// reductions of gradients, and of a module's results.
 //
 //     Policy::autocast(kBF16)    f32 parameters, ops by their records (autograd/op.h)
 //     Policy::pure(kBF16)        bf16 parameters, f32 masters in the optimizer, f32 gradients
 //     Policy::boundary(kBF16)    f32 parameters, cast where a module is entered
 //     Policy::fp8(recipe)        autocast to bf16, and Linears in fp8 (precision/fp8_recipe.h)
 //
-// This floor names the dtypes. Masters belong to the optimizer (Optimizer::begin_masters),
-// gradients and their reduction to the engine of distributed/fully_shard
-// (ReplicateOptions::gradient_dtype, at world size 1 as well).
+// This library defines the dtypes. Masters belong to the optimizer (Optimizer::begin_masters),
+// gradients and their reduction to distributed/fully_shard (ReplicateOptions::gradient_dtype, at
+// world size 1 as well).
 #pragma once
 
 #include <cstdint>
@@ -22,19 +22,19 @@
 
 namespace tessera::precision {
 
-// How computing comes to its dtype where parameters are stored in another.
+// How ops compute in their dtype if parameters are stored in another.
 enum class Casting : uint8_t {
-  kAutocast,  // each op by its record: products low, exp and sums f32
-  kBoundary,  // inputs and parameters at the module's boundary; ops take what comes
+  kAutocast,  // each op by its record: products in 16 bits, exp and sums in f32
+  kBoundary,  // casts inputs and parameters at the module's boundary
 };
 
 struct Policy {
   DType parameter = kF32;
   DType compute = kF32;
-  DType gradient = kF32;             // of their sum over a window and over ranks
-  std::optional<DType> output = {};  // of a module's results; nothing: what it computed
+  DType gradient = kF32;             // for sums over a window and over ranks
+  std::optional<DType> output = {};  // of a module's results; unset: as computed
   Casting casting = Casting::kAutocast;
-  std::optional<Fp8Recipe> fp8_recipe = {};  // of Linears; everything else is as said above
+  std::optional<Fp8Recipe> fp8_recipe = {};  // for Linears; everything else is as above
 
   static Policy f32() { return {}; }
   static Policy autocast(DType compute) { return {.compute = compute}; }
@@ -60,9 +60,9 @@ struct Policy {
 // "fp16-boundary"; "fp8" (tensorwise), "fp8-RECIPE". Throws ConfigError for other names.
 Policy policy_named(std::string_view name);
 
-// Throws UnsupportedError where this build has no kernels for a dtype or the device is not there,
-// ConfigError where the dtypes or a recipe's settings contradict each other. The message names the
-// field. fp8 is never replaced by another precision: where it cannot run this throws.
+// Throws UnsupportedError if this build has no kernels for a dtype or the device does not exist,
+// ConfigError if the dtypes or a recipe's settings contradict each other. The message names the
+// field. fp8 is never replaced by another precision: if it cannot run this throws.
 void check(const Policy& policy, const Device& device = kCpu);
 
 // "parameters f32, compute bf16 (autocast), gradients f32, output as computed"

@@ -1,4 +1,4 @@
-// What a model really computed in, layer by layer, beside what its policy says.
+// The precision in which a model actually computed, layer by layer, compared with its policy.
 //
 //     precision::PrecisionWatch watch(model, policy);
 //     model(batch.inputs, batch.targets).loss.backward();
@@ -8,7 +8,8 @@
 //     layer          type      parameter  products  other ops  gradient  master  state
 //     h.0.attn       Linear    f32        bf16      bf16       f32       -       f32
 //
-// Calls of the model are watched while the PrecisionWatch lives; an op costs a list entry.
+// Calls of the model are recorded during the lifetime of the PrecisionWatch; an op costs a list
+// entry.
 #pragma once
 
 #include <map>
@@ -30,19 +31,19 @@ namespace tessera::precision {
 
 using DTypes = std::set<DType>;
 
-// One module that has parameters of its own or ran ops of its own.
+// One module with its own parameters or ops.
 struct LayerPrecision {
   std::string name;  // dotted, "" for the model itself
   std::string type;
   DTypes parameters = {};  // stored
-  DTypes products = {};    // what ops with Autocast::kLow read: matrix products, attention
-  DTypes others = {};      // what all other ops gave
-  DTypes gradients = {};   // where they lie, or will lie
-  DTypes masters = {};     // of the optimizer; none where the parameters are their own
+  DTypes products = {};    // dtypes read by ops with Autocast::kLow: products, attention
+  DTypes others = {};      // dtypes of all other ops' results
+  DTypes gradients = {};   // of `.grad`, or of the buffer for it
+  DTypes masters = {};     // of the optimizer; empty if parameters have none
   DTypes states = {};      // of the optimizer: exp_avg and the like
 };
 
-// An op that ran in another precision than the policy says.
+// An op that ran in another precision than the policy's.
 struct Deviation {
   std::string layer, op;
   DType expected, found;
@@ -55,19 +56,19 @@ struct PrecisionReport {
   int64_t calls = 0;                   // of the model
   std::vector<LayerPrecision> layers;  // in the order of the tree
   std::vector<Deviation> deviations;
-  std::optional<Fp8Report> fp8 = {};  // where the policy has a recipe
+  std::optional<Fp8Report> fp8 = {};  // if the policy has a recipe
   std::string table() const;
 };
 
 class PrecisionWatch : private OpObserver {
  public:
-  // `model` must outlive the watch or not be called any more. The one that is made last watches.
+  // `model` must outlive the watch or not be called any more. Only the latest watch records.
   PrecisionWatch(nn::ModuleBase& model, const Policy& policy);
   ~PrecisionWatch();
   PrecisionWatch(const PrecisionWatch&) = delete;
   PrecisionWatch& operator=(const PrecisionWatch&) = delete;
 
-  // `optimizer`: state_dict() of what updates the model, empty where nothing does yet.
+  // `optimizer`: state_dict() of the model's optimizer, empty without one.
   PrecisionReport report(const StateDict& optimizer = {}) const;
 
  private:

@@ -1,8 +1,9 @@
-// Batches as bytes, to send them to another rank.
+// Serializes batches, to send them to another rank.
 //
-// Tensors (on the CPU), numbers, enums, strings and optional, pair, tuple, array, vector and map of
-// such travel; a struct by what its visit_tensors visits, into a default-constructed one. Values
-// inside a struct that cannot travel are an UnsupportedError that names the type.
+// It supports tensors (on the CPU), numbers, enums, strings and optional, pair, tuple, array,
+// vector and map of these; and structs by what their visit_tensors visits, into a
+// default-constructed one. Other values inside a struct are an UnsupportedError that names the
+// type.
 #pragma once
 
 #include <array>
@@ -38,7 +39,7 @@ class ByteWriter {
   std::string bytes_;
 };
 
-// FormatError where the bytes end too early.
+// FormatError if the bytes end too early.
 class ByteReader {
  public:
   explicit ByteReader(std::span<const char> bytes) : bytes_(bytes) {}
@@ -56,14 +57,14 @@ class ByteReader {
   std::span<const char> bytes_;
 };
 
-// A batch of a type that only the loader knows, to bytes and back.
+// Converts a batch of a type that only the loader knows to bytes and back.
 struct BatchCodec {
   void (*encode)(void* batch, ByteWriter& out);
-  // `samples`: for a field `valid`.
+  // `samples` fills a field `valid`.
   std::shared_ptr<void> (*decode)(ByteReader& in, int64_t samples);
 };
 
-// A type that says which tensors it holds.
+// A type that lists its tensors.
 template <class T>
 concept VisitableStruct = requires(T& value, nn::AnyVisitor visitor) {
   value.visit_tensors(visitor);
@@ -73,7 +74,7 @@ namespace detail {
 
 [[noreturn]] void cannot_travel(const std::type_info& type);
 
-// Coder: Encoder or Decoder. Each calls `code` for what it finds.
+// Coder: Encoder or Decoder. Each calls `code` for its parts.
 template <class T>
 struct Travels {
   static void code(T& value, auto& coder) {
@@ -190,7 +191,7 @@ struct Decoder {
 
 }  // namespace detail
 
-// Null for a batch that cannot be made anew (it has no default constructor).
+// Null for a batch that cannot be constructed (it has no default constructor).
 template <class Batch>
 const BatchCodec* codec_of() {
   if constexpr (std::is_default_constructible_v<Batch>) {

@@ -1,4 +1,4 @@
-// How ranks share the loaders of one training, and which loader is being read.
+// How ranks share the loaders of a training, and which loader is active.
 //
 //     LoaderPlan loaders(world(), {.even_batches = true});
 //     loaders.prepare(loader);            // in place: the same object, now this rank's batches
@@ -6,10 +6,10 @@
 //       if (loaders.end_of_loader()) ...  // the last batch of the innermost loop
 //     }
 //
-// prepare() gives the loader another index source (a stream another share) and follows its loops.
+// prepare() gives the loader another index source (a stream another share) and observes its loops.
 // Nothing is wrapped and no type changes. Shuffling needs no exchange of random numbers: an order
-// is a pure function of (seed, epoch, position), and prepare() compares what the ranks hold. With
-// one rank only loops are followed.
+// is a pure function of (seed, epoch, position), and prepare() compares the loaders of the ranks.
+// With one rank only loops are observed.
 //
 // mode          who reads                      rank r of n has, with batches of B
 // sharded       every rank its own batches     batches r, r + n, r + 2n... of B
@@ -25,14 +25,14 @@
 //                 collectives in the loop need join().
 //   drop_last     (an option of the loader) left out on all ranks.
 //
-// A loader with a BatchSampler deals whole batches; even_batches completes the last turn with
-// copies of the epoch's first batches, of which no row counts.
+// A loader with a BatchSampler distributes whole batches; even_batches completes the last ones with
+// copies of the epoch's first batches, whose rows do not count.
 //
-// Streams. Where a stream has parts, at least one for each rank (IterableDataset::num_parts()),
-// each rank reads its own, and one small collective a turn keeps the ranks in step, for parts of
-// any lengths (uneven: none). Other streams are read and dispatched by rank 0. With
-// dispatch_batches = false every rank opens such a stream and skips what is not its own: n times
-// the reading, no communication, right for streams that cost nothing.
+// If a stream has parts, at least one for each rank (IterableDataset::num_parts()), each rank reads
+// its own, and one small collective for each batch keeps the ranks in step, for parts of any
+// lengths (uneven: none). Other streams are read and dispatched by rank 0. With dispatch_batches =
+// false every rank opens such a stream and skips the other ranks' examples: n times the reading
+// without communication, for streams that cost nothing.
 #pragma once
 
 #include <cstdint>
@@ -49,16 +49,16 @@ namespace tessera::accelerate {
 
 struct LoaderPlanOptions {
   bool split_batches = false;
-  // Unset: streams without parts are dispatched, all others are not.
+  // Unset: only streams without parts are dispatched.
   std::optional<bool> dispatch_batches = {};
   bool even_batches = true;
-  // Compare what the ranks pass to prepare(): kind, sizes, seeds, first batches. One collective a
-  // loader; DistributedError (OperationMismatch) that shows them by rank.
+  // Compares what the ranks pass to prepare(): kind, sizes, seeds, first batches, by one collective
+  // for each loader. DistributedError (OperationMismatch) shows differences by rank.
   bool verify = true;
 };
 
 enum class LoaderMode : uint8_t {
-  kWhole,       // one rank: as it was
+  kWhole,       // one rank: unchanged
   kSharded,     // whole batches in turn
   kSplit,       // a part of every batch
   kDispatched,  // rank 0 makes all, as kSharded
@@ -68,19 +68,19 @@ enum class LoaderMode : uint8_t {
 
 class LoaderPlan {
  public:
-  // `ranks`: those among which batches are dealt, which is an axis of a mesh rather than the world.
-  // It must outlive the plan and the loops over its loaders.
+  // `ranks`: the ranks that share batches, an axis of a mesh rather than the world. It must outlive
+  // the plan and the loops over its loaders.
   explicit LoaderPlan(distributed::Group& ranks = distributed::world(),
                       const LoaderPlanOptions& options = {});
-  // Every loader reads alone again.
+  // Restores every loader to reading alone.
   ~LoaderPlan();
   LoaderPlan(const LoaderPlan&) = delete;
   LoaderPlan& operator=(const LoaderPlan&) = delete;
 
-  // Collective: all ranks prepare the same loaders in the same order. A second time changes
-  // nothing. Takes effect from the cursor on. ConfigError: split batches whose size does not divide
-  // among the ranks or is not known, a loader that another plan has prepared, one that has a
-  // rank's share already. UnsupportedError: dispatching batches that cannot travel (see
+  // Collective: all ranks prepare the same loaders in the same order. Preparing again changes
+  // nothing. Takes effect from the cursor on. ConfigError: split batches whose size is not
+  // divisible by the number of ranks or not known, a loader that another plan has prepared, one
+  // that has a rank's share already. UnsupportedError: dispatching batches that cannot be sent (see
   // batch_codec.h).
   template <class Example, class Batch>
   void prepare(data::DataLoader<Example, Batch>& loader) {
@@ -90,30 +90,31 @@ class LoaderPlan {
   void prepare(data::StreamLoader<Example, Batch>& loader) {
     prepare_stream(loader, codec_of<Batch>());
   }
-  // Reads alone again, from the cursor on. Nothing for a loader that was not prepared.
+  // Restores a loader to reading alone, from the cursor on. No effect on a loader that was not
+  // prepared.
   void release(data::LoaderBase& loader);
   void release_all();
 
   bool is_prepared(const data::LoaderBase& loader) const;
-  // Those that are prepared and alive, in the order of preparation.
+  // The prepared loaders that still exist, in the order of preparation.
   std::vector<data::LoaderBase*> loaders() const;
   LoaderMode mode(const data::LoaderBase& loader) const;  // ValueError if not prepared
   // "sharded, 4 ranks x 8 samples, even batches, 12 batches a rank"
   std::string describe(const data::LoaderBase& loader) const;
 
   bool even_batches() const;
-  // Of all prepared loaders and those to come, from the cursor on; a batch in hand stays. Not
-  // collective, but all ranks do it between the same batches.
+  // Sets even_batches for all prepared and later loaders, from the cursor on; the current batch
+  // does not change. Not collective, but all ranks must call it between the same batches.
   void set_even_batches(bool value);
 
-  // The loader of the innermost loop that is running over a prepared loader, however inner loops
-  // ended (by break or an exception too). Outside of loops the one whose next() was called last,
-  // until its epoch is over. Null: none.
+  // The loader of the innermost running loop over a prepared loader, however inner loops ended (by
+  // break or an exception too). Outside of loops the one whose next() was called last, until its
+  // epoch is over. Null: none.
   data::LoaderBase* active() const;
-  // Loops over the loader that ended before its epoch did, by break or an exception; -1 for one that
-  // is not prepared, or gone.
+  // How many loops over the loader ended before their epoch did, by break or an exception; -1 for
+  // one that is not prepared, or was destroyed.
   int64_t loops_left(const data::LoaderBase* loader) const;
-  // Whether the batch in hand of active() is this rank's last of the epoch.
+  // Whether the current batch of active() is this rank's last of the epoch.
   bool end_of_loader() const;
 
   distributed::Group& ranks() const { return ranks_; }
@@ -134,7 +135,7 @@ class LoaderPlan {
   std::shared_ptr<State> state_;
 };
 
-// Another setting of even_batches for a scope, restored also when an exception passes.
+// Sets even_batches for a scope, and restores it also when an exception passes.
 class EvenBatchesScope {
  public:
   EvenBatchesScope(LoaderPlan& plan, bool value);

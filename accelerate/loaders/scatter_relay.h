@@ -1,5 +1,5 @@
-// Batches that rank 0 makes for all, each sent to the rank that it is for: two scatters a turn, of
-// 64 bytes and of what the ranks need, not n times that. Rank 0's own batch is not copied.
+// Batches that rank 0 makes for all ranks and sends to each by two scatters, of 64 bytes and of the
+// rank's data, instead of broadcasting all. Rank 0's own batch is not copied.
 #pragma once
 
 #include <string>
@@ -13,12 +13,12 @@ namespace tessera::accelerate {
 
 class ScatterRelay : public data::BatchRelay {
  public:
-  // `ranks` outlives the loops.
+  // `ranks` must outlive the loops.
   ScatterRelay(distributed::Group& ranks, const BatchCodec& codec) : ranks_(ranks), codec_(codec) {}
 
   bool makes_batches() const override { return ranks_.rank() == 0; }
   void begin_epoch() override { finished_ = false; }
-  // What rank 0 could not make is its error there and a DistributedError with its text elsewhere.
+  // An error of rank 0 is its own error there and a DistributedError with its text elsewhere.
   data::MadeBatch exchange(data::MadeBatch made, std::exception_ptr error) override;
 
  private:

@@ -1,4 +1,4 @@
-// Where the settings of a training come from.
+// Resolves the settings of a training.
 //
 //     const Settings settings = resolve({.code = {.gradient_accumulation_steps = 4}});
 //     settings.mixed_precision.value;              // Precision::kBF16
@@ -6,17 +6,17 @@
 //
 // Each setting comes from the first of: code, flag of `tessera launch`, TESSERA_KEY, ACCELERATE_...
 // (the name that HuggingFace Accelerate reads), the file, the default. One schema serves all of
-// them: whatever one of them can write the others can read.
+// them, so they all accept the same settings.
 //
-// The file is JSON, one object of key: value. It is --config, else TESSERA_CONFIG_FILE, else
-// $XDG_CONFIG_HOME/tessera/config.json (~/.config/...) where that exists.
+// The file is JSON, one object of key: value: --config, else TESSERA_CONFIG_FILE, else
+// $XDG_CONFIG_HOME/tessera/config.json (~/.config/...) if it exists.
 //
-// Errors are ConfigErrors that name key, source and remedy: a value that cannot be, an unknown key
-// (with the nearest known one), TESSERA_ and ACCELERATE_ spellings that differ, settings that
-// contradict each other, also with deepspeed_config_file. UnsupportedError: a setting that this
-// version knows but cannot serve.
+// Errors are ConfigErrors that name key, source and remedy: an invalid value, an unknown key (with
+// the nearest known one), TESSERA_ and ACCELERATE_ variables that differ, settings that contradict
+// each other, also with deepspeed_config_file. UnsupportedError: a setting that this version knows
+// but does not support.
 //
-// Nothing is global: the environment is an argument.
+// There is no global state: the environment is an argument.
 #pragma once
 
 #include <optional>
@@ -50,25 +50,25 @@ struct ResolveOptions {
 // above.
 Settings resolve(const ResolveOptions& options = {});
 
-// resolve() without its last check, also settings that are not available yet, and without what
-// deepspeed_config_file says.
+// resolve() without its last check, which also returns settings that are not supported yet, and
+// without the contents of deepspeed_config_file.
 Settings merge(const ResolveOptions& options);
-// A stage says how to shard where nothing else does.
+// Lets a stage choose the sharding if nothing else does.
 void apply_stage(Settings& settings);
-// What deepspeed_config_file says: see deepspeed_config.h.
+// Applies deepspeed_config_file: see deepspeed_config.h.
 void add_deepspeed(Settings& settings);
-// ConfigError where settings contradict each other, UnsupportedError for what is not available.
-// `code_follows`: a program still has its say (the launcher, files), so that nothing contradicts
-// the default of what it may give.
+// ConfigError if settings contradict each other, UnsupportedError for unsupported ones.
+// `code_follows`: a program may still set values (the launcher, files), so nothing contradicts the
+// default of a setting that it may give.
 void check_consistent(const Settings& settings, bool code_follows = false);
 void check_available(const Settings& settings);
-// Of settings that go into a file: check_consistent() of them with what a stage and
-// deepspeed_config_file say, before a program has spoken.
+// For settings that go into a file: check_consistent() together with the implications of a stage
+// and of deepspeed_config_file, before a program has set anything.
 void check_before_code(Settings settings);
 
-// What `tessera launch` leaves to its ranks in TESSERA_LAUNCH_SETTINGS, so that they can tell a
-// flag from a variable that the user has exported. `written`: variables that the launcher wrote. It
-// also lists the flags that only an Accelerator reads, for tessera::run.
+// What `tessera launch` passes to its ranks in TESSERA_LAUNCH_SETTINGS, so that they can
+// distinguish a flag from a variable that the user has exported. `written`: variables that the
+// launcher wrote. It also lists the flags that only an Accelerator reads, for tessera::run.
 inline constexpr std::string_view kLaunchSettings = "TESSERA_LAUNCH_SETTINGS";
 std::string launch_settings_text(const SettingTexts& flags,
                                  const std::vector<std::string>& written);
@@ -83,12 +83,12 @@ std::string config_file(const ResolveOptions& options);
 SettingTexts read_config_file(const std::string& path);
 // The same from the text of a file named `path`.
 SettingTexts parse_config(const std::string& text, const std::string& path);
-// What differs from the default, as JSON of the settings' types.
+// The settings that differ from the default, as JSON of the settings' types.
 std::string config_json(const Settings& settings);
-// Writes it aside and renames; makes the folders. IoError.
+// Writes a temporary file and renames it; creates folders. IoError.
 void write_config_file(const std::string& path, const Settings& settings);
 
-// "key = value  (origin)", a line each; `all`: defaults too.
+// "key = value  (origin)", one line each; `all`: defaults too.
 std::string describe(const Settings& settings, bool all);
 // docs/configuration.md.
 std::string configuration_document();

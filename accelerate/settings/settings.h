@@ -1,12 +1,12 @@
-// Every setting of a training, as the program says it and as it came out.
+// Every setting of a training: the options of a program, and the resolved values.
 //
 //     Accelerator accelerator({.mixed_precision = Precision::kBF16});
 //     accelerator.settings().mixed_precision.value;              // Precision::kBF16
 //     accelerator.settings().mixed_precision.origin.describe();  // "code"
 //
 // A setting is a value with its default in Settings, a row in schema/ that points to it, and the
-// place that uses it. One that a program may give has an option in AcceleratorOptions besides, to
-// which the row points, too. config.h finds the values.
+// place that uses it. A setting that a program may give also has an option in AcceleratorOptions,
+// to which the row points too. config.h finds the values.
 #pragma once
 
 #include <cstdint>
@@ -21,42 +21,42 @@
 
 namespace tessera {
 
-// In what prepared models compute.
+// The precision in which prepared models compute.
 enum class Precision : uint8_t {
-  kNo,  // as the model is
+  kNo,  // the model's own
   kBF16,
   kFP16,  // f16 with loss scaling
   kFP8,   // bf16, and linear layers in fp8 by a recipe (precision/fp8_recipe.h)
 };
 
-// How that precision comes about (precision/policy.h).
+// How that precision is applied (precision/policy.h).
 enum class PrecisionPolicy : uint8_t {
-  kAutocast,  // f32 parameters, each op by its record
+  kAutocast,  // f32 parameters, each op casts by its record
   kBoundary,  // f32 parameters, cast with the inputs where the model is entered
   kPure,      // parameters in 16 bits, their f32 masters in the optimizer, gradients in f32
 };
 
-// What one step of a prepared schedule is.
+// What one step of a prepared schedule stands for.
 enum class ScheduleUnit : uint8_t {
   kUpdates,      // an optimizer update, whatever the number of ranks
   kHuggingFace,  // Accelerate's: each update counts once for every rank, unless batches are split
 };
 
-// What a micro-batch counts for in the gradient of its window.
+// The weight of a micro-batch in the gradient of its window.
 enum class LossWeighting : uint8_t {
   kSamples,  // its samples or tokens: the window's gradient is that of their mean
-  // Accelerate's: one part in gradient_accumulation_steps, also where the window or the batch is
-  // shorter, and every rank as much as the others.
+  // Accelerate's: each is divided by gradient_accumulation_steps, also in a shorter window or
+  // batch, and every rank has the same weight.
   kHuggingFace,
 };
 
-// What calls of prepared models return under mixed precision.
+// The dtype of results of prepared models under mixed precision.
 enum class OutputPrecision : uint8_t {
-  kF32,       // results that left the model in 16 bits are converted
+  kF32,       // 16-bit results are converted to f32
   kComputed,  // as they were computed
 };
 
-// The least weight of lines that a Logger writes.
+// The lowest level of lines that a Logger writes.
 enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError, kOff };
 
 }  // namespace tessera
@@ -66,13 +66,13 @@ namespace tessera::accelerate {
 enum class CommHook : uint8_t { kNone, kFP16, kBF16, kPowerSgd, kBatchedPowerSgd };
 enum class CommWrapper : uint8_t { kNone, kFP16, kBF16 };
 enum class StateDictType : uint8_t { kSharded, kFull };
-// What several ranks hold of a model that they train together.
+// What ranks shard of a model that they train together.
 enum class Sharding : uint8_t {
-  kDdp,    // everything
-  kZero1,  // a part of the optimizer states
-  kZero2,  // and of the gradients
-  kZero3,  // and of the parameters
-  kFsdp,   // the same; the root's parameters stay gathered until its backward
+  kDdp,    // nothing
+  kZero1,  // the optimizer states
+  kZero2,  // and the gradients
+  kZero3,  // and the parameters
+  kFsdp,   // the same; the root unit stays unsharded until its backward
 };
 using precision::AmaxAlgorithm;
 using precision::Fp8Filter;
@@ -91,8 +91,8 @@ using accelerate::CommWrapper;
 using accelerate::Sharding;
 using accelerate::StateDictType;
 
-// How the gradients of ranks come together; Accelerate's DistributedDataParallelKwargs. The
-// settings are called ddp_bucket_cap_mb and so on.
+// How gradients of ranks are reduced; Accelerate's DistributedDataParallelKwargs. The settings are
+// called ddp_bucket_cap_mb and so on.
 struct DistributedDataParallelOptions {
   std::optional<double> bucket_cap_mb = {};
   std::optional<double> first_bucket_mb = {};
@@ -105,7 +105,7 @@ struct DistributedDataParallelOptions {
   std::optional<int64_t> power_sgd_start_step = {};  // torch's start_powerSGD_iter
 };
 
-// How a model is cut into units that are gathered together; Accelerate's
+// How a model is divided into units that are gathered together; Accelerate's
 // FullyShardedDataParallelPlugin. The settings are called fsdp_reshard_after_forward and so on.
 struct FullyShardedDataParallelOptions {
   std::optional<bool> reshard_after_forward = {};
@@ -113,12 +113,12 @@ struct FullyShardedDataParallelOptions {
   std::optional<int64_t> min_num_params = {};
   std::optional<std::string> ignored_modules = {};     // a regular expression of dotted names
   std::optional<bool> activation_checkpointing = {};   // of units, in every mode
-  std::optional<bool> cpu_ram_efficient_loading = {};  // rank 0 reads, or has memory, alone
+  std::optional<bool> cpu_ram_efficient_loading = {};  // only rank 0 reads, or has memory
   std::optional<StateDictType> state_dict_type = {};
 };
 
-// What losses of fp16 are multiplied by; Accelerate's GradScalerKwargs. The settings are called
-// scaler_init_scale and so on.
+// The loss scale of fp16; Accelerate's GradScalerKwargs. The settings are called scaler_init_scale
+// and so on.
 struct LossScaleOptions {
   std::optional<double> init_scale = {};
   std::optional<double> growth_factor = {};
@@ -141,12 +141,12 @@ struct Fp8Options {
   std::optional<bool> in_evaluation = {};    // use_autocast_during_eval
   std::optional<bool> weight_gradient = {};  // false: override_linear_precision's third
   std::optional<precision::Fp8Format> format = {};
-  std::optional<int64_t> margin = {};  // this and the next two: of delayed scales
+  std::optional<int64_t> margin = {};  // this and the next two are for delayed scales
   std::optional<int64_t> amax_history_len = {};
   std::optional<precision::AmaxAlgorithm> amax_compute_algo = {};
 };
 
-// What the program itself says. Everything else comes from the flags of `tessera launch`, the
+// The settings of the program itself. All others come from the flags of `tessera launch`, the
 // environment, the configuration file and the defaults, in this order:
 // accelerate/settings/config.h, whose settings have these names, and docs/configuration.md, which
 // lists them.
@@ -155,18 +155,18 @@ struct AcceleratorOptions {
   std::optional<PrecisionPolicy> precision_policy = {};
   std::optional<OutputPrecision> output_precision = {};
   std::optional<int64_t> gradient_accumulation_steps = {};  // micro-batches of a window
-  // Prepared optimizers clip by themselves to this norm; 0: the program clips.
+  // Prepared optimizers clip to this norm themselves; 0: the program clips.
   std::optional<double> gradient_clipping = {};
   std::optional<bool> allow_tf32 = {};  // f32 on a GPU at the speed of 16 bits, in this Context
   // graphed_step() captures; accelerate/graphed_step.h.
   std::optional<bool> cuda_graphs = {};
   std::optional<LossWeighting> loss_weighting = {};
-  std::optional<bool> sync_with_dataloader = {};          // its end ends the window
+  std::optional<bool> sync_with_dataloader = {};          // a loader's end ends the window
   std::optional<bool> sync_each_batch = {};               // reduce in every micro-batch
-  std::optional<bool> step_schedule_with_optimizer = {};  // only where it has stepped
+  std::optional<bool> step_schedule_with_optimizer = {};  // only if the optimizer has stepped
   std::optional<ScheduleUnit> schedule_unit = {};
-  std::optional<bool> split_batches = {};     // batch_size is that of all ranks together
-  std::optional<bool> even_batches = {};      // an epoch's last turn is filled up
+  std::optional<bool> split_batches = {};     // batch_size is the sum over all ranks
+  std::optional<bool> even_batches = {};      // an epoch's last batches are filled up
   std::optional<bool> dispatch_batches = {};  // rank 0 reads for all
   std::optional<int64_t> seed = {};           // as set_seed()
   std::optional<int64_t> data_seed = {};      // of loaders that shuffle
@@ -186,10 +186,10 @@ struct AcceleratorOptions {
   std::optional<bool> larger_is_better = {};
   std::optional<bool> asynchronous_checkpoints = {};
 
-  // What several ranks hold parts of: docs/sharding.md.
+  // What ranks shard: docs/sharding.md.
   std::optional<Sharding> sharding = {};
-  std::optional<bool> offload_parameters = {};  // of a GPU, to memory of the host
-  std::optional<bool> offload_optimizer = {};   // gradients and states alone
+  std::optional<bool> offload_parameters = {};  // from a GPU to host memory
+  std::optional<bool> offload_optimizer = {};   // gradients and states only
   std::optional<int64_t> dp_replicate_size = {}, dp_shard_size = {};
   // A DeepSpeed configuration, as a JSON file or the object itself: docs/deepspeed.md. Accelerate's
   // DeepSpeedPlugin(hf_ds_config). The setting is called deepspeed_config_file.
@@ -209,7 +209,7 @@ struct AcceleratorOptions {
 
 namespace tessera::accelerate {
 
-// Where a value came from; the later ones win.
+// The source of a value; later ones have priority.
 enum class Source : uint8_t { kDefault, kFile, kAccelerate, kEnvironment, kLaunchFlag, kCode };
 
 struct Origin {
@@ -228,8 +228,8 @@ struct Resolved {
 
 struct DeepSpeedConfig;  // deepspeed_config.h
 
-// All values, each with its origin. The defaults stand here and nowhere else; what each setting
-// means stands in its row (schema/) and in docs/configuration.md.
+// All values, each with its origin. This is the only place of the defaults; rows (schema/) and
+// docs/configuration.md give the meaning of each setting.
 struct Settings {
   // training
   Resolved<Precision> mixed_precision{Precision::kNo};
@@ -346,7 +346,7 @@ struct Settings {
   Resolved<std::string> dump_dir;
   Resolved<std::string> remote_agent;
 
-  // What deepspeed_config_file holds, where resolve() has read it: its settings are among those
+  // The contents of deepspeed_config_file, if resolve() has read it: its settings are among those
   // above, its sections of optimizer and scheduler and its batch sizes are not.
   std::shared_ptr<const DeepSpeedConfig> deepspeed;
 };

@@ -1,4 +1,4 @@
-// A checkpoint as objects see it: sections of it by the beginning of their names. Internal.
+// A checkpoint as objects see it: sections selected by the prefix of names. Internal.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@
 
 namespace tessera::accelerate {
 
-// Metadata of a tied name: "tied:" and the name, to the one that is saved.
+// Metadata of a tied name: "tied:" and the name; the value is the name that is saved.
 inline constexpr std::string_view kTiedPrefix = "tied:";
 
-// Where the tensor of a name will be copied to, as far as that is known: undefined else.
+// The tensor into which a name will be loaded, if known; else undefined.
 using Destination = std::function<Tensor(std::string_view name)>;
 Destination in_state(StateDict state);
 
@@ -24,8 +24,8 @@ class SavedState {
   // `reader` must outlive it.
   explicit SavedState(distributed::CheckpointReader& reader, const Device& device = kCpu);
 
-  // What goes into a DTensor comes as one that lies alike, of which this rank reads its part; all
-  // else comes whole.
+  // Values for a DTensor are DTensors of the same placement, of which this rank reads its shard;
+  // all others are whole.
   StateDict section(const std::string& prefix, const Destination& destination = {}) const;
   bool has_section(const std::string& prefix) const;
   // A number of the metadata. FormatError.

@@ -1,4 +1,4 @@
-// Everything that a training is, saved into one folder and brought back.
+// Saves the whole state of a training into one folder and loads it.
 //
 //     StateIo io({.project_dir = "runs/1", .automatic_naming = true, .total_limit = 3});
 //     io.register_for_checkpointing(my_early_stopping);
@@ -6,25 +6,26 @@
 //     LoadedState loaded = io.load_state(state);  // the newest that is whole
 //
 // Folders have the box format of distributed/checkpoint: they appear whole or not at all, every
-// byte of them is checked, and any number of ranks loads them. What is saved: models, optimizers
+// byte of them is checked, and any number of ranks can load them. They hold models, optimizers
 // (with fp32 masters), schedules, the loss scaler, the loaders' cursors, the random numbers of
-// every rank's Context, counters, registered objects, and what hooks add.
+// every rank's Context, counters, registered objects, and the additions of hooks.
 //
-// [Note: parts] DTensors are saved as they lie, each rank writing boxes that it holds, and loaded
-// as those lie that are there, each rank reading boxes that it needs: any placements on any number
-// of ranks, and whole tensors, into any others. Nothing is gathered. What axes replicate is written
-// once, dealt among the ranks that hold it. The mesh of a DTensor has all ranks of the group.
+// [Note: parts] DTensors are saved in their own placement, each rank writing boxes that it holds,
+// and loaded into the program's placement, each rank reading boxes that it needs: any placements on
+// any number of ranks, and whole tensors, into any others. Nothing is gathered. Replicated boxes
+// are written once, distributed over the ranks that hold them. The mesh of a DTensor has all ranks
+// of the group.
 //
 // [Note: another number of ranks] Tensors that all ranks share load anywhere. A loader's cursor
-// counts samples over all ranks, so its epoch goes on where it was. Random numbers of a Context are
-// a rank's own: where all ranks had the same they are everybody's again, where they differed a
-// load with another number of ranks is a ConfigError that says so, unless .random = kKeep.
+// counts samples over all ranks, so its epoch continues at the same place. Random numbers of a
+// Context belong to a rank: if all ranks had the same, all get them back; if they differed, a load
+// on another number of ranks is a ConfigError that says so, unless .random = kKeep.
 //
-// [Note: rotation] Old folders go after the new one is committed, never before, lowest number
-// first, and only those that automatic naming made: checkpoint_N in PROJECT/checkpoints, whatever
-// else lies there, and of those only what this run saved, or the run that it has loaded: a run that
-// begins anew in a folder with checkpoints numbers on behind them and lets them stay. A folder that
-// goes is renamed first: a crash leaves no half of it.
+// [Note: rotation] Old folders are removed after the new one is committed, never before, lowest
+// number first, and only those that automatic naming made, checkpoint_N in PROJECT/checkpoints, and
+// of those only what this run saved, or the run that it has loaded: a run that begins anew in a
+// folder with checkpoints continues their numbers and keeps them. A folder is renamed before it is
+// removed, so a crash leaves no partial checkpoint.
 #pragma once
 
 #include <concepts>
@@ -62,14 +63,14 @@ enum class SaveStage : uint8_t;
 
 namespace tessera::accelerate {
 
-// An object that gives its state as a StateDict and takes it back.
+// An object that returns its state as a StateDict and loads it.
 template <class T>
 concept HasState = requires(T& object, const T& view, const StateDict& state) {
   { view.state_dict() } -> std::convertible_to<StateDict>;
   object.load_state_dict(state);
 };
 
-// Any such object, by reference; it must outlive this.
+// Refers to any such object, which must outlive this.
 class Stateful {
  public:
   template <HasState T>
@@ -86,7 +87,7 @@ class Stateful {
   std::function<void(const StateDict&)> load_;
 };
 
-// What is saved and loaded; order is identity. All ranks give the same.
+// What is saved and loaded; objects are matched by order. All ranks pass the same.
 struct TrainingState {
   std::vector<nn::ModuleBase*> models = {};
   std::vector<optim::Optimizer*> optimizers = {};
@@ -102,20 +103,20 @@ struct StateIoOptions {
   // save_state() and load_state() without a folder use PROJECT/checkpoints/checkpoint_N.
   bool automatic_naming = false;
   int64_t total_limit = 0;  // newest folders that stay; 0: all
-  int64_t keep_every = 0;   // besides, those whose number is a multiple; 0: none
-  int64_t keep_best = 0;    // besides, so many with the best metric
+  int64_t keep_every = 0;   // also those whose number is a multiple; 0: none
+  int64_t keep_best = 0;    // also this many with the best metric
   bool larger_is_better =
       false;  // of the metric: an accuracy; else the least is best, as of a loss
   // Models are saved whole, each in the files of save_model() in a folder of the checkpoint
-  // ("model", "model_1"), gathered tensor by tensor to rank 0, at the call where a save is
-  // asynchronous, too; all else as ever. Loading sees to it by itself.
+  // ("model", "model_1"), gathered tensor by tensor to rank 0, during the call also for an
+  // asynchronous save; everything else is saved as usual. Loading recognizes it.
   bool whole_models = false;
-  // save_state() returns when the state is copied; a thread writes. At most one is under way: the
-  // next one waits for it.
+  // save_state() returns when the state is copied; a thread writes. At most one save is under way:
+  // the next one waits for it.
   bool asynchronous = false;
-  // Told on the main rank of what must not go by unseen: a damaged folder that was passed over, a
-  // folder that could not be removed. Default: a line to stderr. An asynchronous save calls it
-  // from its thread.
+  // Called on the main rank with problems that must not go unnoticed: a damaged folder that was
+  // skipped, a folder that could not be removed. Default: a line to stderr. An asynchronous save
+  // calls it from its thread.
   std::function<void(const std::string&)> warn = {};
   // Called on every rank at each stage of a save (distributed/checkpoint/commit.h); for tests.
   std::function<void(distributed::SaveStage)> at_stage = {};
@@ -125,8 +126,8 @@ struct SaveStateOptions {
   std::optional<double> metric = {};  // for keep_best
 };
 
-// Where the tensors that an object gets from load_state lie. Models, optimizers and all others copy
-// them to where their own are.
+// The device of the tensors that an object gets from load_state. Models, optimizers and all others
+// copy them to the device of their own.
 enum class MapLocation : uint8_t {
   kCpu,
   kOnDevice,  // the device of the model's first parameter
@@ -136,18 +137,19 @@ MapLocation parse_map_location(std::string_view text);
 
 enum class RandomNumbers : uint8_t {
   kRestore,
-  kKeep,  // what the Context has now
+  kKeep,  // the Context's current ones
 };
 
 struct LoadStateOptions {
   MapLocation map_location = MapLocation::kCpu;
   RandomNumbers random = RandomNumbers::kRestore;
-  // Objects that the program or the checkpoint alone has are a ConfigError before anything changes.
-  // Else those that both have are loaded, in their order, and `warn` and the result name the rest.
+  // Objects that only the program or only the checkpoint has are a ConfigError before anything
+  // changes. Not strict: those that both have are loaded, in their order, and `warn` and the result
+  // name the rest.
   bool strict = false;
 };
 
-// A folder that load_state passed over.
+// A folder that load_state skipped.
 struct SkippedCheckpoint {
   std::string folder;
   std::string reason;
@@ -157,8 +159,8 @@ struct LoadedState {
   int64_t iteration = 0;  // of the next automatic name
   int saved_by_ranks = 1;
   std::vector<SkippedCheckpoint> skipped = {};  // newer ones that are damaged
-  // As names in the folder begin, "loader.1": what the program has and the checkpoint has not, which
-  // stays as it is, and the other way round.
+  // Prefixes of names in the folder, "loader.1": objects that only the program has, which do not
+  // change, and objects that only the checkpoint has.
   std::vector<std::string> missing = {}, unused = {};
 };
 
@@ -167,17 +169,17 @@ struct ModelWeights {
   nn::ModuleBase* model = nullptr;
   StateDict weights;
 };
-// Before anything is written. Files that the hook puts into `folder` (of one rank each) become part
-// of the checkpoint. A model that it takes off the list is its own affair.
+// Called before anything is written. Files that the hook puts into `folder` (each by one rank)
+// become part of the checkpoint. A model that it removes from the list is not saved.
 using SaveStateHook =
     std::function<void(std::vector<ModelWeights>& models, const std::string& folder)>;
-// Before anything is loaded. A model that it takes off the list it has loaded itself.
+// Called before anything is loaded. A model that it removes from the list is not loaded.
 using LoadStateHook =
     std::function<void(std::vector<nn::ModuleBase*>& models, const std::string& folder)>;
 
 namespace detail {
 
-// A null pointer says nothing of an object.
+// A null pointer does not identify an object.
 template <class T>
 constexpr bool is_registrable() {
   using Plain = std::remove_cvref_t<T>;
@@ -212,8 +214,8 @@ class StateIo {
   StateIo(const StateIo&) = delete;
   StateIo& operator=(const StateIo&) = delete;
 
-  // More objects that are saved, in order. Objects, or pointers of any kind to them; ValueError
-  // that lists the positions of null pointers.
+  // Adds objects to save, in order. Objects, or pointers of any kind to them; ValueError lists the
+  // positions of null pointers.
   template <class... T>
   void register_for_checkpointing(T&&... objects) {
     check_types<T...>(std::index_sequence_for<T...>());
@@ -225,33 +227,32 @@ class StateIo {
   HookHandle register_load_state_pre_hook(LoadStateHook hook);
 
   // Saves into `folder`, or by automatic naming, and returns the folder's path. Collective; when it
-  // returns (asynchronous: when wait() does) the checkpoint is committed for every rank.
-  //
-  // An explicit folder that holds a checkpoint is replaced in one step; one that holds anything
-  // else is refused. The automatic name is iteration(), or the next behind all that the folder has.
-  // ConfigError without a folder and without automatic naming. What any rank cannot write every rank
-  // throws, with the rank and the cause; nothing then stands under the name that did not before.
+  // returns (asynchronous: when wait() does) the checkpoint is committed for every rank. An
+  // explicit folder that holds a checkpoint is replaced in one step; one that holds anything else
+  // is refused. The automatic name is iteration(), or the next number after all in the folder.
+  // ConfigError without a folder and without automatic naming. If one rank cannot write, every rank
+  // throws, with the rank and the cause, and the folder of that name has not changed.
   std::string save_state(const TrainingState& state, const std::string& folder = {},
                          const SaveStateOptions& options = {});
 
-  // Loads `folder`, or the newest checkpoint of automatic naming: of this run, where it has saved or
-  // loaded; else of the run that saved last, and `warn` says where the folder has others'.
-  // Collective: all ranks load the same. Damaged folders: with automatic naming the one before is taken, and `warn` and the result
-  // say so; an explicit one is a FormatError. The whole folder is checked before anything is
-  // changed, every rank reading its part. What goes into a DTensor comes to its object as one that
-  // lies alike: models and optimizers know which, of registered objects their state_dict() of now
-  // says it. ConfigError where there is none, and see LoadStateOptions::strict and
-  // [Note: another number of ranks]. What an object says against its state is thrown on; objects
-  // before it are then loaded already.
+  // Loads `folder`, or the newest checkpoint of automatic naming: of this run, if it has saved or
+  // loaded; else of the run that saved last, and `warn` says so if the folder has several runs.
+  // Collective: all ranks load the same. With automatic naming a damaged folder is skipped for the
+  // one before, which `warn` and the result report; an explicit one is a FormatError. The whole
+  // folder is checked before anything is changed, every rank reading its part. Values for a DTensor
+  // reach its object as a DTensor of the same placement; models and optimizers know theirs, for
+  // registered objects their current state_dict() decides. ConfigError if there is none, and see
+  // LoadStateOptions::strict and [Note: another number of ranks]. An object's error about its state
+  // is rethrown; objects before it are then loaded already.
   LoadedState load_state(const TrainingState& state, const std::string& folder = {},
                          const LoadStateOptions& options = {});
 
-  // Of automatic naming the checkpoint with the best metric (SaveStateOptions::metric), of the run
-  // whose newest load_state() would take; the newest of equals, nothing where none has a metric.
+  // The checkpoint of automatic naming with the best metric (SaveStateOptions::metric), of the run
+  // whose newest load_state() would take; the newest of equals, nothing if none has a metric.
   // Collective.
   std::optional<std::string> best_checkpoint();
 
-  // Until the save under way is committed; throws what went wrong with it.
+  // Waits until the current save is committed; throws its error.
   void wait();
   bool is_saving() const;
 
@@ -280,8 +281,8 @@ class StateIo {
   std::unique_ptr<State> state_;
 };
 
-// What SIGTERM or SIGUSR1 asked any rank for: the same answer on every rank, for one small
-// collective. A kCheckpoint is thereby served; kCheckpointAndStop stays.
+// The request of SIGTERM or SIGUSR1 to any rank, the same answer on every rank, for one small
+// collective. It clears a kCheckpoint; kCheckpointAndStop stays.
 RunRequest should_checkpoint(distributed::Group& group = distributed::world());
 
 }  // namespace tessera::accelerate

@@ -8,13 +8,13 @@ namespace tessera {
 
 class AppendFile {
  public:
-  // Makes the folder where it is missing. `fresh`: the file must not exist yet.
+  // Creates a missing folder. `fresh`: the file must not exist yet.
   explicit AppendFile(std::string path, bool fresh = false);
   ~AppendFile();
   AppendFile(const AppendFile&) = delete;
   AppendFile& operator=(const AppendFile&) = delete;
 
-  // In one system call, so that a run that is killed leaves no half record but at most its last.
+  // Writes in one system call, so that a killed run loses at most its last record.
   void write(std::string_view record);
   void sync();  // onto the disk
   const std::string& path() const { return path_; }

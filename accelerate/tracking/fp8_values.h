@@ -1,4 +1,4 @@
-// What trackers are told of linear layers in fp8, beside what a program logs.
+// Values about fp8 linear layers that trackers get in addition to a program's.
 //
 // | name             | of all layers that take part, on this rank                         |
 // |------------------|--------------------------------------------------------------------|
@@ -8,8 +8,8 @@
 // | `fp8/underflown` | share that became 0, since the last                                |
 // | `fp8/not_finite` | quantisations with an infinity or NaN, since the last              |
 //
-// "The last": when values were made before. Shares are those of x, W and dy together; 0 where
-// nothing was quantised.
+// "The last" means the previous call. Shares are those of x, W and dy together; 0 if nothing was
+// quantized.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace tessera::accelerate {
 
 class Fp8Values {
  public:
-  // One group "fp8". Counts that were reset meanwhile begin anew.
+  // One group "fp8". Counts that were reset in between restart.
   TrackedValues next(std::span<const precision::Fp8Report> models);
 
  private:

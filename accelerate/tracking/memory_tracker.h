@@ -1,4 +1,4 @@
-// How much memory a part of a program takes, by category, with its course over time.
+// The memory of a part of a program, by category and over time.
 //
 //     MemoryTracker tracker({.period = 0.01});
 //     train();
@@ -6,11 +6,12 @@
 //     std::cout << report.table();
 //     report.save_json("memory.json"); report.save_svg("memory.svg");
 //
-// High-water marks come from the allocator, which counts every block: nothing is missed between
-// two samples. The resident set of the process, which holds also what is not tensors, is read from
-// the operating system as a cross-check. The kernel keeps one mark for the process's whole life:
-// where it rose during the watch it is the peak, otherwise the largest sample stands for it (and
-// the table says so). Samples need a thread, which reads a few counters each period.
+// High-water marks come from the allocator, which counts every block, so no peak between two
+// samples is missed. The resident memory of the process, which also includes other memory than
+// tensors, is read from the operating system as a cross-check. The kernel keeps one mark for the
+// process's whole lifetime: if it rose while the tracker ran it is the peak, otherwise the largest
+// sample is used (and the table says so). Samples need a thread, which reads a few counters each
+// period.
 #pragma once
 
 #include <array>
@@ -50,13 +51,13 @@ struct MemoryReport {
 };
 
 struct MemoryTrackerOptions {
-  double period = 0;  // seconds between samples, at least 0.0001; 0: marks alone
-  // Of the samples kept; when there are more, every second one is dropped and the period doubles,
+  double period = 0;  // seconds between samples, at least 0.0001; 0: only marks
+  // Limit of samples kept; when it is reached, every second one is dropped and the period doubles,
   // so that a week's run fits and is shown whole.
   int64_t max_samples = 10000;
 };
 
-// Watches the context it was made in. Trackers may nest: each has its own marks.
+// Tracks the context it was made in. Trackers may nest: each has its own marks.
 class MemoryTracker {
  public:
   // ValueError for a period or number of samples out of range.
@@ -65,7 +66,7 @@ class MemoryTracker {
   MemoryTracker(const MemoryTracker&) = delete;
   MemoryTracker& operator=(const MemoryTracker&) = delete;
 
-  // Ends the watch; again: the same report.
+  // Stops tracking; further calls return the same report.
   const MemoryReport& stop();
 
  private:

@@ -6,9 +6,9 @@
 //     for (auto& batch : loader) { train_step(batch); session.step(); }
 //     session.finish();                       // profiles/rank0-steps2-4.json, rank0-steps7-9.json
 //
-// A trace shows ops and ranges (forward and backward), collectives from issue to end on tracks of
-// their own, so that overlap is seen, and the bytes that tensors hold. Steps that are not recorded
-// cost nothing; recorded ones about 0.2 us a range.
+// A trace shows ops and ranges (forward and backward), collectives from issue to end on separate
+// tracks, which shows overlap, and the bytes that tensors hold. Steps that are not recorded cost
+// nothing; recorded ones about 0.2 us a range.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +23,9 @@
 
 namespace tessera {
 
-// Steps 0 to skip_first - 1 are passed over; then cycles of wait + warmup + active steps follow,
-// `repeat` of them, or without end where repeat is 0. Warm-up steps are recorded and thrown away.
-// Names and meaning are torch.profiler.schedule's.
+// Steps 0 to skip_first - 1 are skipped; then cycles of wait + warmup + active steps follow,
+// `repeat` of them, or without end if repeat is 0. Warm-up steps are recorded and discarded. Names
+// and meaning are torch.profiler.schedule's.
 struct ProfileSchedule {
   int64_t wait = 0, warmup = 0, active = 1, repeat = 0, skip_first = 0;
 };
@@ -38,7 +38,7 @@ struct Profile {
   int64_t first_step = 0, last_step = 0;
   int rank = 0;
   std::unique_ptr<Profiler> profiler;
-  // Collectives that were under way in it, with times as seconds since the profiler was made.
+  // Collectives that ran in the cycle, with times in seconds since the profiler was made.
   std::vector<distributed::CommRecord> collectives;
 
   std::string table(int rows = 30) const;  // ranges by own time, then collectives by time
@@ -52,7 +52,7 @@ struct ProfileOptions {
   std::function<void(const Profile&)> on_trace_ready = {};
 };
 
-// Of the context, and the rank, that it is made in.
+// Profiles the context, and the rank, that it is made in.
 class ProfileSession {
  public:
   // ValueError for a schedule with negative counts or without an active step.

@@ -1,17 +1,17 @@
-// Where the numbers of a run go: trackers for JSON lines, CSV and TensorBoard, and the interface
-// for one's own.
+// Trackers record the numbers of a run as JSON lines, CSV or for TensorBoard; the interface is for
+// your own.
 //
 //     Trackers trackers({.folder = "runs/a", .with = {"jsonl", "tensorboard"}});
 //     trackers.start("gpt-small", {{"lr", 3e-4}, {"model", {{"layers", 6}, {"width", 384}}}});
 //     trackers.log({{"loss", loss}, {"lr", optimizer.lr()}}, step);
 //     trackers.finish();
 //
-// Making trackers opens no file and asks no rank anything; start() does. A tracker that takes
-// records of the main process alone (all of this file's) is silent on the others, so that every
-// rank can make the same calls.
+// Making trackers opens no file and communicates nothing; start() does. A tracker that records on
+// the main process only (as all in this file do) is silent on the others, so that every rank can
+// make the same calls.
 //
-// Errors: an unknown name, a missing folder and a file that cannot be written are errors at
-// start(), never a run that nobody records.
+// An unknown name, a missing folder and a file that cannot be written are errors at start(), so
+// that no run goes unrecorded.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@
 namespace tessera {
 
 class TrackedValue;
-// Names and what they stand for, in the order given.
+// Names and values, in the order given.
 using TrackedValues = std::vector<std::pair<std::string, TrackedValue>>;
 
 // A number, a text, or a group of named values, which becomes "group/name".
@@ -43,7 +43,7 @@ class TrackedValue {
   TrackedValue(float value) : value_(static_cast<double>(value)) {}
   TrackedValue(const char* value) : value_(std::string(value)) {}
   TrackedValue(std::string value) : value_(std::move(value)) {}
-  // Of one element, on any device; read at once. ShapeError otherwise.
+  // A tensor of one element, on any device; read at once. ShapeError otherwise.
   TrackedValue(const Tensor& value);
   TrackedValue(TrackedValues group);
   TrackedValue(std::initializer_list<std::pair<std::string, TrackedValue>> group);
@@ -68,7 +68,7 @@ struct TrackedTable {
   std::vector<std::vector<std::string>> rows;
 };
 
-// What a tracker learns of its run when it starts.
+// What a tracker learns of its run at the start.
 struct TrackerRun {
   std::string project;
   std::string folder;  // empty where none was given
@@ -78,15 +78,15 @@ struct TrackerRun {
 class Tracker {
  public:
   virtual ~Tracker() = default;
-  // False: it is started and told on every rank.
+  // False: it is started and called on every rank.
   virtual bool main_process_only() const { return true; }
   virtual bool needs_folder() const { return true; }
 
-  // Opens what it needs. Everything else is called after it, and finish() last, once.
+  // Opens what it needs. It is called first, and finish() last, once.
   virtual void start(const TrackerRun& run) = 0;
   virtual void store_configuration(const TrackedValues& configuration) = 0;
   virtual void log(const TrackedValues& values, int64_t step) = 0;
-  // False: this tracker has no place for such a thing.
+  // False: this tracker cannot record such values.
   // Images: u8, (N, H, W, C) with 1, 3 or 4 channels, or floating in [0, 1].
   virtual bool log_images(const std::string& name, const Tensor& images, int64_t step);
   virtual bool log_table(const std::string& name, const TrackedTable& table, int64_t step);
@@ -116,9 +116,9 @@ struct TrackersOptions {
 class Trackers {
  public:
   explicit Trackers(TrackersOptions options = {});
-  ~Trackers();  // finishes, and swallows what then fails: call finish() to see it
+  ~Trackers();  // finishes and ignores errors: call finish() to see them
 
-  // A name for `with`. True where a tracker of that name was there before and is replaced.
+  // Registers a name for `with`. Returns true if it replaces a tracker of that name.
   bool add(std::string name, std::function<std::unique_ptr<Tracker>()> make);
   std::vector<std::string> known() const;
 
@@ -127,7 +127,7 @@ class Trackers {
   void start(const std::string& project, const TrackedValues& configuration = {});
   bool started() const { return started_; }
   void log(const TrackedValues& values, int64_t step);
-  // UnsupportedError where no tracker of the run has a place for it.
+  // UnsupportedError if no tracker of the run can record it.
   void log_images(const std::string& name, const Tensor& images, int64_t step);
   void log_table(const std::string& name, const TrackedTable& table, int64_t step);
   // The tracker of that name; one that ignores everything on ranks where it was not started.

@@ -1,5 +1,5 @@
 // XXH64 with seed 0, the checksum of checkpoints: 64 bits over a stream of bytes, by the xxHash
-// library (https://xxhash.com). It finds damage, it does not keep out someone who forges.
+// library (https://xxhash.com). It detects damage, not forgery.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ class Checksum {
 uint64_t checksum_of(const void* data, size_t bytes);
 inline uint64_t checksum_of(std::string_view text) { return checksum_of(text.data(), text.size()); }
 
-// As files spell it: 16 lower-case hexadecimal digits.
+// As in files: 16 lower-case hexadecimal digits.
 std::string checksum_text(uint64_t value);
 std::optional<uint64_t> parse_checksum(std::string_view text);  // nothing where it is none
 

@@ -19,8 +19,8 @@
 // offset and extent in the tensor. Chunks of 4 KiB and more begin at multiples of 4 KiB, so that
 // they can be mapped and read past the page cache; smaller ones lie close, at multiples of 64.
 //
-// Reading trusts nothing: field by field it is checked that names are plain, numbers are in range
-// and do not overflow, boxes lie in their tensor and tile it, chunks lie in their file.
+// Reading trusts nothing: every field is checked. Names are plain, numbers are in range and do not
+// overflow, boxes lie in their tensor and tile it, chunks lie in their file.
 #pragma once
 
 #include <cstdint>
@@ -69,17 +69,17 @@ struct Manifest {
   uint64_t bytes() const;  // of all files
 };
 
-// Throws ValueError for a name or metadata that is no UTF-8.
+// Throws ValueError for a name or metadata that is not UTF-8.
 std::string manifest_text(const Manifest& manifest);
-// `path` is named in errors. FormatError for text that is not what manifest_text writes.
-// `complete`: of a whole checkpoint, where every tensor is tiled, not of one rank's record.
+// Errors name `path`. FormatError for text that manifest_text does not write. `complete`: for a
+// whole checkpoint, in which every tensor is tiled, not for one rank's record.
 Manifest parse_manifest(std::string_view text, const std::string& path, bool complete = true);
 
 // FormatError unless the chunks of every tensor tile it.
 void check_tiling(const Manifest& manifest, const std::string& path);
 
-// Text with its checksum in front, as both kinds of files have it, and back: the text after the
-// checksum, which is checked. FormatError.
+// Adds a checksum in front of a text, as both kinds of files have it; and checks and removes it.
+// FormatError.
 std::string sealed(std::string_view text);
 std::string_view unsealed(std::string_view text, const std::string& path);
 

@@ -4,9 +4,9 @@
 //     model.load_state_dict(reader.state_dict("model.0."));
 //     Tensor part = reader.read("model.0.wte.weight", {{begin, 0}, {rows, width}});
 //
-// Opening reads the manifest and checks it whole (manifest.h), and that every file is there with
-// its size. Elements are mapped: what is not asked for is not read. A chunk is checked against its
-// checksum when it is first used; verify() checks all of them, or this rank's part of the work.
+// Opening reads and checks the whole manifest (manifest.h), and that every file exists with its
+// size. Files are mapped, so only requested elements are read. A chunk is checked against its
+// checksum when it is first used; verify() checks all of them, or this rank's share.
 //
 // FormatError names the folder's file, the tensor and what to do; IoError where the operating
 // system refuses. Depends on core alone. For one thread at a time.
@@ -28,7 +28,7 @@ class MappedFile;
 
 namespace tessera::distributed {
 
-// Whether `folder` has a manifest, whole or not.
+// Whether `folder` has a manifest, intact or not.
 bool is_checkpoint(const std::string& folder);
 
 class CheckpointReader {
@@ -46,20 +46,20 @@ class CheckpointReader {
   bool contains(std::string_view name) const;
   const SavedTensor& tensor(std::string_view name) const;  // ValueError for an unknown name
 
-  // With bytes of its own: whole, or a box of it. ValueError for a box outside the tensor.
+  // A copy of the tensor, whole or a box of it. ValueError for a box outside the tensor.
   Tensor read(std::string_view name);
   Tensor read(std::string_view name, const Box& box);
-  // Over the mapped bytes, without a copy, where one chunk holds the box in a run: whole rows.
-  // Writing to it never reaches the file. Else as read().
+  // A tensor over the mapped file, without a copy, if one chunk holds the box contiguously (whole
+  // rows). Writing to it does not change the file. Otherwise as read().
   Tensor view(std::string_view name);
   Tensor view(std::string_view name, const Box& box);
   // Views of all tensors whose names begin with `prefix`, by the rest of their names.
   StateDict state_dict(std::string_view prefix = "");
 
-  // Checks every chunk and every other file that was not checked yet; the work is dealt to `parts`
-  // by bytes, this call does that of `part`.
+  // Checks every chunk and every other file that was not checked yet; the work is distributed over
+  // `parts` by bytes, and this call does the share of `part`.
   void verify(int part = 0, int parts = 1);
-  // The other parts were checked elsewhere.
+  // Declares the other shares as checked elsewhere.
   void assume_verified();
 
  private:

@@ -1,9 +1,10 @@
 // What each rank writes of a checkpoint: the plan, the chunk files and the record.
 //
-// [Note: plan] A tensor that all ranks hold is written once. It is cut along dimension 0 into
-// chunks, and the chunks of all such tensors are dealt to the ranks, largest first, each to the
-// rank with the fewest bytes so far. Every rank calculates the same plan from the same list;
-// nothing is exchanged. A part that one rank alone holds is written by that rank; parts that some
+// [Note: plan] A tensor that all ranks hold is written once. It is split along dimension 0 into
+// chunks, and the chunks of all such tensors are assigned to the ranks, largest first, each to the
+// rank with the fewest bytes so far. Every rank calculates the same plan from the same list without
+// communication. Data that only one rank holds is written by that rank; data that some ranks hold
+// is distributed over these in the same way.
 // ranks hold alike are dealt among these in the same way.
 #pragma once
 
@@ -24,20 +25,20 @@ struct SaveItem {
   std::string name;
   Tensor tensor;
   Shape shape;             // of the whole tensor
-  Box box;                 // what `tensor` is of it
+  Box box;                 // the box of it that `tensor` holds
   bool replicated = true;  // all ranks hold the same
-  // Of what is not replicated: the ranks that hold the same, with this one, ascending, which all
-  // give the same such items in one order. Empty: this rank alone.
+  // For items that are not replicated: the ranks that hold the same data, including this one,
+  // ascending; all of them pass the same such items in the same order. Empty: this rank alone.
   std::vector<int> holders = {};
 
   static SaveItem whole(std::string name, const Tensor& tensor);
-  // What this rank alone holds: rows of a sharded tensor, or a tensor of its own under a name of
-  // its own. ShapeError where `tensor` does not lie at `offset` in `shape`.
+  // Data that only this rank holds: rows of a sharded tensor, or a tensor with its own name.
+  // ShapeError if `tensor` does not lie at `offset` in `shape`.
   static SaveItem part(std::string name, const Tensor& tensor, const Shape& shape,
                        const Shape& offset);
 };
 
-inline constexpr int64_t kChunkBytes = 8 << 20;  // a checksum covers so much at most, or a row
+inline constexpr int64_t kChunkBytes = 8 << 20;  // a checksum covers at most this much, or a row
 inline constexpr int64_t kFileBytes = int64_t{4} << 30;  // then the rank begins another file
 
 struct PlannedChunk {
@@ -45,12 +46,12 @@ struct PlannedChunk {
   Box box;
   int writer = 0;
 };
-// Of all ranks for replicated items, of the holders for theirs, of this rank for its own. A tensor
-// may have several parts under its name. ValueError for one that is undefined, has no name or a
-// name twice, or parts of two shapes or dtypes; DeviceError for one without bytes (meta).
+// The plan for replicated items over all ranks, for others over their holders or this rank. A
+// tensor may have several items of its name. ValueError for one that is undefined, has no name or a
+// repeated name, or items of different shapes or dtypes; DeviceError for a meta tensor.
 std::vector<PlannedChunk> plan_chunks(std::span<const SaveItem> items, int rank, int ranks,
                                       int64_t chunk_bytes = kChunkBytes);
-// The same on all ranks that plan the same replicated chunks.
+// Equal on all ranks that plan the same replicated chunks.
 uint64_t fingerprint_of(std::span<const SaveItem> items);
 
 // A chunk's elements on the CPU, row-major.
@@ -60,8 +61,8 @@ struct ChunkToWrite {
   Shape shape;  // of the whole tensor
   Box box;
 };
-// Those that `rank` writes. `snapshot`: copies, in memory of category kStaging that `staging` keeps
-// for the next time; else views wherever elements lie on the CPU in order.
+// The chunks that `rank` writes. `snapshot`: copies, in memory of category kStaging that `staging`
+// keeps for the next save; else views if elements lie on the CPU in order.
 std::vector<ChunkToWrite> collect_chunks(std::span<const SaveItem> items,
                                          std::span<const PlannedChunk> plan, int rank,
                                          bool snapshot, std::vector<Tensor>& staging);

@@ -1,5 +1,4 @@
-// How the gradients of replicas travel: in buckets, each of which is one collective, while backward
-// goes on.
+// Reduces the gradients of replicas in buckets, each by one collective, while backward runs.
 //
 // [Note: launch order] Collectives must be issued in one sequence on all ranks. Gradients become
 // ready in an order that may differ (branches, unused parameters, timing), so buckets are launched
@@ -7,15 +6,14 @@
 // rank 0: at first the parameters from last to first, after the first reduction the order in which
 // rank 0's gradients came.
 //
-// [Note: used map] Which parameters any rank has used is agreed on at the end by one small
-// reduction ("used_map"): a parameter that no rank used keeps the `.grad` that it had, none as a
-// rule.
+// [Note: used map] At the end one small reduction ("used_map") finds which parameters any rank has
+// used: a parameter that no rank used keeps its previous `.grad`, usually none.
 //
-// [Note: more parameters] A parameter that requires grad later than the schedule was made gets into
-// a bucket when a forward or a backward finds it; one that is frozen since stays in its own and
-// counts as unused. Ranks do so alike: requires_grad_changes.h.
+// [Note: more parameters] A parameter that requires grad only after the schedule was made gets into
+// a bucket when a forward or a backward finds it; one that is frozen later keeps its place and
+// counts as unused. All ranks do so alike: requires_grad_changes.h.
 //
-// The first reduction waits for Timeouts::first_step where that is longer.
+// The first reduction waits for Timeouts::first_step if that is longer.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +50,7 @@ class BucketSchedule final : public GradientSchedule,
   BucketSchedule(const BucketSchedule&) = delete;
   BucketSchedule& operator=(const BucketSchedule&) = delete;
 
-  // The backwards of the parameters reduce from now on, as long as this lives.
+  // During the lifetime of this object backwards of the parameters reduce.
   void install();
   void before_forward();
 
@@ -62,7 +60,7 @@ class BucketSchedule final : public GradientSchedule,
   CommunicationHook& hook() const { return *hook_; }
 
   // ---- Looking
-  int64_t used_map_bytes() const;  // of its message
+  int64_t used_map_bytes() const;  // of the used map's message
   const std::vector<std::unique_ptr<GradientBucket>>& buckets() const { return buckets_; }
   int rebuilds() const { return rebuilds_; }
 
@@ -86,7 +84,7 @@ class BucketSchedule final : public GradientSchedule,
   void follow_requires_grad();
 
   BucketScheduleOptions options_;
-  NamedTensors parameters_;  // those that do not require grad, too
+  NamedTensors parameters_;  // including those that do not require grad
   RequiresGradChanges changes_;
   BackwardPass pass_;
   std::shared_ptr<CommunicationHook> hook_;

@@ -1,8 +1,8 @@
-// How a bucket of gradients is reduced: plainly, or compressed on the wire.
+// How a bucket of gradients is reduced: uncompressed or compressed.
 //
-// A hook is a small state machine for each bucket. All ranks start the buckets in one order, and
-// at the end of backward advance them round after round, again in one order, until each says that
-// it is done: every rank so issues the same collectives in the same sequence.
+// A hook is a small state machine for each bucket. All ranks start the buckets in one order, and at
+// the end of backward advance them round after round, in the same order, until each is done, so
+// every rank issues the same collectives in the same sequence.
 #pragma once
 
 #include <cstdint>
@@ -23,22 +23,22 @@ class CommunicationHook {
  public:
   virtual ~CommunicationHook() = default;
   virtual std::string name() const = 0;  // compared across ranks
-  // The bucket's gradients() hold this rank's contribution. At the end they must hold the sum of
-  // all ranks' divided by `divisor`, the same bits on every rank.
+  // The bucket's gradients() hold this rank's contribution. At the end they must hold the sum over
+  // all ranks divided by `divisor`, with the same bits on every rank.
   virtual void start(const GradientBucket& bucket, double divisor) = 0;
-  // Waits for what the bucket has under way and issues what comes next; true when it is done.
+  // Waits for the bucket's current collective and issues the next; returns true when it is done.
   virtual bool advance(const GradientBucket& bucket) = 0;
   virtual Traffic traffic(const GradientBucket& bucket) const = 0;  // of the next reduction
-  // Whether reductions in the middle of a step may be left undivided and added to, as
-  // [Note: sums of a step] in backward_pass.h says. Sums that were rounded as they travelled are
-  // divided each time: they would grow out of range, and have no bits to keep.
+  // Whether reductions in the middle of a step may be left undivided and added to, as [Note: sums
+  // of a step] in backward_pass.h says. Sums that are rounded for sending are divided each time,
+  // since otherwise they would grow out of range.
   virtual bool leaves_sums() const { return false; }
-  // What must go on after a restart; by parameter names, so that it fits any buckets.
+  // State that must survive a restart, by parameter names, so that it fits any buckets.
   virtual StateDict state_dict() const { return {}; }
   virtual void load_state_dict(const StateDict&) {}
 };
 
-// One all_reduce in place, multiplied once at the end. What replicate() uses by itself.
+// One all_reduce in place, multiplied once at the end. The default of replicate().
 class AllReduceHook : public CommunicationHook {
  public:
   std::string name() const override { return "all_reduce"; }
@@ -55,7 +55,7 @@ class AllReduceHook : public CommunicationHook {
   std::map<int, Pending> pending_;
 };
 
-// Gradients travel as f16 or bf16: half the bytes of f32. They are divided before they are rounded,
+// Sends gradients as f16 or bf16: half the bytes of f32. They are divided before they are rounded,
 // so that sums stay in range, and contributions are added in f32.
 class CastHook : public CommunicationHook {
  public:
@@ -76,9 +76,9 @@ class CastHook : public CommunicationHook {
 
 struct PowerSgdOptions {
   int64_t rank = 1;            // of the approximation
-  int64_t start_step = 1000;   // plain all-reduce in the reductions before
-  double min_compression = 2;  // a matrix is compressed where this many times smaller at least
-  bool error_feedback = true;  // what was lost is added to the next gradient
+  int64_t start_step = 1000;   // earlier reductions are uncompressed
+  double min_compression = 2;  // a matrix is compressed if this many times smaller at least
+  bool error_feedback = true;  // the compression error is added to the next gradient
   bool warm_start = true;      // the factors of the last reduction begin the next
   uint64_t seed = 0;
   bool batched =
@@ -86,22 +86,22 @@ struct PowerSgdOptions {
   DType wire = kF32;  // kF16 or kBF16: what is sent, as under torch's fp16_compress_wrapper
 };
 
-// PowerSGD (Vogels, Karimireddy, Jaggi 2019): a gradient M [n, m] (dimensions after the first taken
-// together) travels as P = M Q [n, r] and Q = M^T P [m, r] with orthonormal P; the result is
-// P Q^T. Two small collectives for each bucket, and one for what is not worth compressing: a matrix
-// is compressed where (n + m) * r * min_compression < n * m. f32 gradients only.
+// PowerSGD (Vogels, Karimireddy, Jaggi 2019): a gradient M [n, m] (dimensions after the first
+// flattened) is sent as P = M Q [n, r] and Q = M^T P [m, r] with orthonormal P; the result is P
+// Q^T. There are two small collectives for each bucket, and one for uncompressed parameters: a
+// matrix is compressed if (n + m) * r * min_compression < n * m. f32 gradients only.
 //
-// Batched, the bucket's gradients one behind the other are rows of one square matrix, filled up
-// with zeros: two collectives and two products for each bucket, and nothing that travels plainly.
-// Rows are then not those of any layer, so that a higher rank need not be more accurate.
+// Batched, the bucket's gradients one behind the other are the rows of one square matrix, filled up
+// with zeros: two collectives and two products for each bucket, and everything is compressed. Rows
+// do not correspond to layers, so a higher rank need not be more accurate.
 //
-// `wire` rounds what is sent: both factors, what is not compressed, the plain reductions before
-// start_step. All else stays f32 (torch rounds the gradient itself and calculates in 16 bits), and
-// what rounding of factors loses is fed back, too. Contributions are divided before they are
+// `wire` rounds what is sent: both factors, uncompressed parameters, the plain reductions before
+// start_step. Everything else stays f32 (torch rounds the gradient itself and calculates in 16
+// bits), and rounding errors of factors are fed back too. Contributions are divided before they are
 // rounded.
 //
-// A reduction with values that are not finite (a loss scale that was too high) leaves the state as
-// it was: what the optimizer does not take is not fed back.
+// A reduction with values that are not finite (a loss scale that was too high) does not change the
+// state, since the optimizer skips that step.
 class PowerSgdHook : public CommunicationHook {
  public:
   explicit PowerSgdHook(const PowerSgdOptions& options = {});  // ValueError, DTypeError
@@ -110,14 +110,14 @@ class PowerSgdHook : public CommunicationHook {
   bool advance(const GradientBucket& bucket) override;
   Traffic traffic(const GradientBucket& bucket) const override;
   // "NAME.steps" of every parameter, "NAME.error" and "NAME.q" of each compressed one. Batched, the
-  // bucket's Q and the error of what fills it up, "NAME.padding", are its first parameter's: in
-  // other buckets they begin anew, errors stay.
+  // bucket's Q and the error of its filling, "NAME.padding", are stored under its first parameter:
+  // with other buckets they restart, while errors are kept.
   StateDict state_dict() const override;
   void load_state_dict(const StateDict& state) override;
 
  private:
   enum class Stage { kPlain, kRest, kFirstFactor, kSecondFactor };
-  // f32 values on their way, in the dtype of the wire.
+  // f32 values being sent, in the dtype of the wire.
   struct Sent {
     Work work;
     Tensor values, payload;
@@ -133,7 +133,8 @@ class PowerSgdHook : public CommunicationHook {
     Tensor error, q, padding;
     int64_t steps = 0;
   };
-  // What is compressed as one: a parameter, or batched the bucket in the name of its first.
+  // A unit of compression: a parameter, or batched the bucket under the name of its first
+  // parameter.
   struct Matrix {
     size_t slot = 0;
     int64_t rows = 0, columns = 0, rank = 0;

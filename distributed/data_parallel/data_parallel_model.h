@@ -1,4 +1,4 @@
-// A model that the ranks of a group train together, whatever each of them holds of it.
+// A model that the ranks of a group train together, replicated or sharded.
 #pragma once
 
 #include <functional>
@@ -12,7 +12,7 @@
 
 namespace tessera::distributed {
 
-// Backwards in the scope add up locally.
+// Backwards in the scope accumulate locally.
 class [[nodiscard]] NoSync {
  public:
   explicit NoSync(std::shared_ptr<BackwardPass> pass)
@@ -32,24 +32,24 @@ class DataParallelModel {
  public:
   virtual ~DataParallelModel() = default;
 
-  // What the backwards of its parameters do.
+  // The backward pass of its parameters.
   BackwardPass& pass() const { return *pass_; }
   NoSync no_sync() const { return NoSync(pass_); }
   void set_plan(const StepPlan& plan) const { pass_->plan = plan; }
   const StepPlan& plan() const { return pass_->plan; }
 
-  // Whether every backward's gradients are reduced, also those of micro-batches that are not the
-  // last of their step: ranks keep their part of the sums alone.
+  // Whether every backward's gradients are reduced, also those of micro-batches before the last:
+  // ranks keep only their shard of the sums.
   virtual bool reduces_every_backward() const { return false; }
-  // What ops read in the places of the parameters, where these are parts: the whole ones.
+  // The tensors that ops read if parameters are sharded: the whole ones.
   virtual TensorList wholes() const { return {}; }
   // Ranks may have different numbers of batches in the scope; see join.h.
   virtual Join join(const JoinOptions& options = {}) = 0;
-  // Asked in each recorded forward of the model. What it returns, if anything, is called when a
-  // gradient of that forward's outputs has come, before the backward begins that follows the plan.
+  // Called in each recorded forward of the model. Its result, if any, is called when a gradient of
+  // that forward's outputs has arrived, before the backward begins that follows the plan.
   using BeforeBackward = std::function<void()>;
   virtual void set_forward_observer(std::function<BeforeBackward()> observer) = 0;
-  // What is set up and what a step costs, for people.
+  // Describes the configuration and the cost of a step.
   virtual std::string describe() const = 0;
 
  protected:

@@ -10,10 +10,10 @@
 // Each forward in training mode begins with one small reduction that counts the ranks still at
 // work. A rank that calls finish() answers all further collectives of the model (buffers,
 // gradients, used map, order of buckets) with zeros until no rank is at work. Then the rank that
-// worked longest gives its parameters and buffers to all: they are equal again. States of
-// optimizers are not touched. A step's last micro-batch must synchronise. Other collectives inside
-// forward or backward (synchronised batch norm, sharded layers) are not answered: use
-// throw_on_early_end with them.
+// worked longest sends its parameters and buffers to all, so they are equal again. Optimizer states
+// do not change. A step's last micro-batch must synchronize. Other collectives inside forward or
+// backward (synchronized batch norm, sharded layers) are not answered: use throw_on_early_end with
+// them.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@
 
 namespace tessera::distributed {
 
-// By what a sum of gradients is divided after the first rank ended.
+// The divisor of a sum of gradients after the first rank has ended.
 enum class JoinDivide : uint8_t {
   kActiveRanks,  // the ranks that brought a batch
   kAllRanks,     // the size of the group, as before: late batches weigh less
@@ -40,11 +40,11 @@ class [[nodiscard]] Join {
   explicit Join(std::shared_ptr<JoinState> state) : state_(std::move(state)) {}
   Join(Join&&) noexcept = default;
   Join& operator=(Join&&) noexcept = default;
-  // Leaves the scope without waiting for the others (an exception is passing).
+  // Leaves the scope without waiting for the others (when an exception passes).
   ~Join();
 
-  // Collective. Throws ValueError where gradients of this rank were not reduced yet,
-  // DistributedError in throw_on_early_end mode where another rank still works.
+  // Collective. Throws ValueError if gradients of this rank were not reduced yet, DistributedError
+  // in throw_on_early_end mode if another rank still works.
   void finish();
 
  private:

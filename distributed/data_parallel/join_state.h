@@ -1,4 +1,4 @@
-// What the ranks under join.h agree on, seen by the model's hooks.
+// The state that the ranks under join.h agree on, for the model's hooks.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ class JoinState {
   }
 
   bool open() const { return open_; }
-  void before_forward();  // of a rank at work
+  void before_forward();  // on a rank at work
   void finish();
   void close();
 

@@ -1,5 +1,5 @@
-// What a distributed model is made of and what a step costs: calculated from shapes alone, so that
-// tests can hold the trace of a run against it.
+// The parts of a distributed model and the cost of a step, calculated from shapes alone, so that
+// tests can compare them with the trace of a run.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +24,13 @@ struct ShardReport {
   std::vector<Bucket> buckets;
   int64_t parameters = 0;       // that require grad
   int64_t gradient_bytes = 0;   // of all buckets
-  Traffic gradients;            // of one synchronising backward, on Channel::kGradient
+  Traffic gradients;            // of one synchronizing backward, on Channel::kGradient
   Traffic used_map;             // of the same, on Channel::kControl
   Traffic window_weight;        // of the same, with GradientAverage::kWeight
   Traffic buffers_per_forward;  // on Channel::kParameter
   int rebuilds = 0;
 
-  // A table for people.
+  // A readable table.
   std::string describe() const;
 };
 

@@ -1,5 +1,5 @@
-// Sharded data-parallel training: every rank holds a part of each parameter, of its gradient and of
-// its optimizer states; a unit of the model is whole on a rank only while it runs.
+// Sharded data-parallel training: every rank holds a shard of each parameter, of its gradient and
+// of its optimizer states; a unit of the model is unsharded on a rank only while it runs.
 //
 //     Gpt model(config);                                          // or on kMeta
 //     for (auto& block : model.blocks()) fully_shard(*block, mesh());
@@ -12,18 +12,18 @@
 //
 // Modules change in place; names and types do not. Outside of calls every parameter is a DTensor,
 // Shard(0), whose `.grad` is the same shard of the mean over the ranks; in a call of the unit's
-// module it is the whole tensor. Parameters stay the objects that they were: an optimizer that was
-// made before holds the shards, too.
+// module it is the whole tensor. Parameters stay the same objects, so an optimizer that was made
+// before holds the shards too.
 //
-// Another method than forward is called as model.call(&Model::encode, x), which gathers as
-// operator() does; there is nothing to register.
+// Call methods other than forward as model.call(&Model::encode, x), which gathers as operator()
+// does; nothing has to be registered.
 //
-// The names are those of PyTorch's FSDP2 (torch.distributed.fsdp.fully_shard), and so is what they
-// do: see docs/sharding.md for what differs.
+// Names and behavior are those of PyTorch's FSDP2 (torch.distributed.fsdp.fully_shard);
+// docs/sharding.md lists the differences.
 //
-// Bits: with deterministic reductions and f32, N ranks with M micro-batches each, dealt in turn,
-// give the gradients of one process that adds up N * M and multiplies once by what they are divided
-// by: the same for any N and M.
+// With deterministic reductions and f32, N ranks with M micro-batches each, distributed in turn,
+// have the gradients of one process that accumulates N * M and multiplies once by the inverse
+// divisor, so the bits are the same for any N and M with the same product.
 #pragma once
 
 #include <concepts>
@@ -41,15 +41,15 @@
 
 namespace tessera::distributed {
 
-// How a parameter is cut: along dimension 0 where there is none.
+// The dimension along which a parameter is sharded; 0 if empty.
 using ShardPlacement =
     std::function<std::optional<Shard>(const std::string& name, const Tensor& parameter)>;
 
-// Whether a unit is released after its forward and gathered again for its backward: less memory for
-// more traffic. A number: to a part among so many neighbouring ranks, those of a node for example,
-// from which backward gathers: more memory for less traffic far away. It divides the ranks of the
-// axis and is neither 1 nor all of them, else ConfigError. None: true unless it is the root, whose
-// backward comes at once.
+// Whether a unit is resharded after its forward and gathered again for its backward: less memory
+// for more traffic. A number: it is resharded to that many neighboring ranks, those of a node for
+// example, from which backward gathers: more memory for less traffic over the slow network. It must
+// divide the ranks of the axis and be neither 1 nor all of them, else ConfigError. Absent: true
+// except for the root, whose backward comes at once.
 class ReshardAfterForward {
  public:
   ReshardAfterForward() = default;
@@ -71,20 +71,20 @@ class ReshardAfterForward {
 
 struct FullyShardOptions {
   ReshardAfterForward reshard_after_forward = {};
-  // Rank 0's values become everybody's before they are cut. False where they are known to be equal.
+  // Sends rank 0's values to all ranks before sharding. False if they are known to be equal.
   bool init_sync = true;
-  // In which dtypes parameters and gradients travel, and ops calculate.
+  // The dtypes in which parameters and gradients are sent and ops compute.
   MixedPrecisionPolicy mixed_precision = {};
-  // What a GPU keeps in memory of the host: PyTorch's CPUOffloadPolicy is
-  // OffloadPolicy::kParameters. UnsupportedError for parameters on the CPU, which lie there anyway.
+  // What a GPU offloads to host memory: PyTorch's CPUOffloadPolicy is OffloadPolicy::kParameters.
+  // UnsupportedError for parameters on the CPU.
   OffloadPolicy offload_policy = OffloadPolicy::kNone;
   // Gradients of narrower parameters are reduced and kept in this dtype: kF32 for models in bf16.
   std::optional<DType> gradient_dtype = {};
-  // Other dimensions than the first are cut evenly, else ConfigError.
+  // Dimensions other than the first must divide evenly, else ConfigError.
   ShardPlacement shard_placement = {};
-  // Names of parameters or modules, relative to the module, that stay each rank's own affair.
+  // Names of parameters or modules, relative to the module, that are not sharded or reduced.
   std::vector<std::string> ignored = {};
-  // Of the root:
+  // For the root:
   GradientAverage average = GradientAverage::kRanks;
   bool broadcast_buffers = false;  // rank 0's, in each forward in training mode
 };
@@ -94,33 +94,33 @@ class FullyShardedModule {
  public:
   explicit FullyShardedModule(std::shared_ptr<ShardUnit> unit) : unit_(std::move(unit)) {}
 
-  // Gathers the unit's parameters now (asynchronous: waits where they are first used), or lets them
-  // go. Collective, as all of these.
+  // Unshards the unit's parameters now (asynchronous: waits at their first use), or reshards them.
+  // Collective, like all of these.
   void unshard(bool asynchronous = false) const;
   void reshard() const;
-  // Of this unit, and with `recurse` of all under its module. Neighbours that fully_shard() was
-  // given stay.
+  // Sets this unit, and with `recurse` all under its module. The number of neighbors given to
+  // fully_shard() is kept.
   void set_reshard_after_forward(bool reshard, bool recurse = true) const;
-  // What is gathered ahead when a call of this unit (a backward of one) begins, in this order, in
-  // place of the one unit that followed it (that was called before it). None: that again.
+  // The units to prefetch, in this order, when a call (or backward) of this unit begins, instead of
+  // the one unit that followed it (preceded it) before. Empty restores that.
   void set_modules_to_forward_prefetch(const std::vector<FullyShardedModule>& modules) const;
   void set_modules_to_backward_prefetch(const std::vector<FullyShardedModule>& modules) const;
 
-  // ---- Of the whole model that the module belongs to, for backwards from now on: fields of its
-  // StepPlan. Before the model's first call this must be its outermost unit.
-  // False: gradients add up whole on this rank, in reduce_dtype, until a backward that reduces.
+  // ---- For the whole model of the module, from the next backward on: fields of its StepPlan.
+  // Before the model's first call the module must be its outermost unit.
+  // False: whole gradients add up on this rank, in reduce_dtype, until a backward that reduces.
   void set_requires_gradient_sync(bool sync) const;
-  // False: replicas do not add their sums; for all but the last micro-batch of a step.
+  // False: replicas do not reduce their sums; for all but the last micro-batch of a step.
   void set_requires_all_reduce(bool all_reduce) const;
-  // False: parameters stay gathered between micro-batches.
+  // False: parameters stay unsharded between micro-batches.
   void set_reshard_after_backward(bool reshard) const;
-  // False: more backwards add to these sums, which are divided in the last one.
+  // False: further backwards add to these sums, and the last one divides them.
   void set_is_last_backward(bool last) const;
 
-  // Stands for a call of the module on a rank that leaves it out (an expert without tokens), at the
-  // place where other ranks call it: takes part in what they gather and reduce, with zeros, and
-  // returns x. UnsupportedError for an x that does not require grad where gradients are recorded:
-  // its gradient tells when the others go back through the module.
+  // Replaces a call of the module on a rank that skips it (an expert without tokens), at the place
+  // where other ranks call it: takes part in their all-gathers and reductions, with zeros, and
+  // returns x. UnsupportedError for an x that does not require grad when gradients are recorded,
+  // since its gradient tells when the others run the module's backward.
   [[nodiscard]] Tensor touch(const Tensor& x) const;
 
   const std::shared_ptr<ShardUnit>& unit() const { return unit_; }
@@ -130,16 +130,15 @@ class FullyShardedModule {
   std::shared_ptr<ShardUnit> unit_;
 };
 
-// Makes one unit of the module's parameters that no earlier call has taken: call it for blocks
-// first, then for what holds them. The list form: several modules that run one after the other,
-// gathered before the first and released after the last. `mesh`: one axis, whose ranks hold the
-// parts; or two, of which the first replicates what the second cuts (HSDP). Collective over the
-// mesh. Throws ConfigError for a module that has a unit already, for a parameter that another unit
-// holds (weights that are tied across units), for a scalar parameter, for an ignored name that is
-// not there.
-// The mesh must outlive the model, else the next call of the model is an UnsupportedError. When the
-// outermost module has its unit, no parameter that trains may come to the model and none may leave
-// it: the next call would be a ConfigError.
+// Makes one unit of the module's parameters that belong to no unit yet: call it for blocks first,
+// then for the modules that contain them. The list form makes one unit of several modules that run
+// one after the other, gathered before the first and resharded after the last. `mesh` has one axis,
+// whose ranks hold the shards; or two, of which the first replicates and the second shards (HSDP).
+// Collective over the mesh. Throws ConfigError for a module that has a unit already, for a
+// parameter that another unit holds (weights that are tied across units), for a scalar parameter,
+// for an unknown ignored name. The mesh must outlive the model, else the next call of the model is
+// an UnsupportedError. Once the outermost module has its unit, no trainable parameter may be added
+// to or removed from the model: the next call would be a ConfigError.
 FullyShardedModule fully_shard(nn::ModuleBase& module, Mesh& mesh,
                                const FullyShardOptions& options = {});
 FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh& mesh,
@@ -147,13 +146,13 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
 // The handle of a module that has a unit; ValueError for others.
 FullyShardedModule fully_sharded(nn::ModuleBase& module);
 
-// The model as the ranks train it: plans, no_sync, reports. `root`: the outermost module that
-// fully_shard() was called for; no unit may be added afterwards. ValueError where it has none.
+// The distributed model: plans, no_sync, reports. `root`: the outermost module that fully_shard()
+// was called for; no unit may be added afterwards. ValueError if it has none.
 ShardedModel sharded_model(nn::ModuleBase& root);
 
 // In the scope the parameters of the module and of all under it are whole, in parameters() too.
-// With `writes` what is written to them there, the same on all ranks, is kept; otherwise a write is
-// an error at the end of the scope. Collective. Not inside of a call of the module.
+// With `writes` the values written there, the same on all ranks, are kept; otherwise a write is an
+// error at the end of the scope. Collective. Not inside of a call of the module.
 class [[nodiscard]] FullParametersScope {
  public:
   FullParametersScope(nn::ModuleBase& module, bool writes);

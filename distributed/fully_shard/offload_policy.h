@@ -1,5 +1,5 @@
-// What a rank with a GPU keeps in memory of the host, after PyTorch's
-// torch.distributed.fsdp.CPUOffloadPolicy (which is kParameters) and DeepSpeed's ZeRO-Offload.
+// What a rank with a GPU keeps in host memory, after PyTorch's
+// torch.distributed.fsdp.CPUOffloadPolicy (kParameters) and DeepSpeed's ZeRO-Offload.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,11 @@ namespace tessera::distributed {
 
 enum class OffloadPolicy : uint8_t {
   kNone,
-  // Gradients, and the parts of parameters that the optimizer works on, with its states. The device
-  // keeps a copy of what its gathers begin with, which a step makes stale: the parts travel up once
-  // a step.
+  // Gradients, the shards that the optimizer updates, and its states. The device keeps a copy of
+  // the shards for all-gathers, which a step makes stale, so the shards are uploaded once a step.
   kOptimizer,
-  // The parameters, too: the parts travel up for every gather, and the device holds of the model
-  // what is whole at the time.
+  // Also the parameters: shards are uploaded for every all-gather, and the device holds only
+  // unsharded units.
   kParameters,
 };
 

@@ -1,5 +1,4 @@
-// A model of whose parameters each rank holds a part, as the ranks train it together: what
-// fully_shard() and zero() set up.
+// A sharded model as the ranks train it together, set up by fully_shard() and zero().
 #pragma once
 
 #include <functional>
@@ -13,19 +12,19 @@
 
 namespace tessera::distributed {
 
-// What one unit holds and sends; calculated from shapes.
+// The memory and traffic of one unit, calculated from shapes.
 struct UnitReport {
   std::string name;
-  int64_t parameters = 0;               // elements of the wholes, of all dtypes
-  int64_t whole_bytes = 0;              // of a gather, padding included
-  int64_t part_bytes = 0;               // of this rank's part
-  int64_t reduced_bytes = 0;            // that one reduction sends, padding included
+  int64_t parameters = 0;               // elements of the whole tensors, of all dtypes
+  int64_t whole_bytes = 0;              // of an all-gather, padding included
+  int64_t part_bytes = 0;               // of this rank's shard
+  int64_t reduced_bytes = 0;            // bytes of one reduction, padding included
   int64_t gathers = 0, reductions = 0;  // of a micro-batch
   bool reshards_after_forward = false;
-  // Of parts on the host (offload_policy.h), else 0: what travels up to the device for the gathers
-  // of a micro-batch (kParameters) or of a step (kOptimizer), and down after the reduction of a
-  // step's last micro-batch and of one before. Where replicas add up sums that others have begun,
-  // these travel up before.
+  // With offload (offload_policy.h), else 0: bytes copied to the device for the all-gathers of a
+  // micro-batch (kParameters) or of a step (kOptimizer), and to the host after the reduction of a
+  // step's last micro-batch and of an earlier one. If replicas continue sums, these are copied to
+  // the device before.
   OffloadPolicy offload = OffloadPolicy::kNone;
   int64_t uploaded_bytes = 0, downloaded_bytes = 0, partial_downloaded_bytes = 0;
   int64_t continued_bytes = 0;
@@ -37,7 +36,7 @@ class ShardedModel final : public DataParallelModel {
   ShardedModel& operator=(ShardedModel&&) noexcept = default;
 
   // UnsupportedError: a rank without batches would have to run the model to take part in its
-  // gathers.
+  // all-gathers.
   Join join(const JoinOptions& options = {}) override;
   void set_forward_observer(std::function<BeforeBackward()> observer) override;
   bool reduces_every_backward() const override { return schedule_->reduces_every_backward(); }

@@ -1,14 +1,14 @@
-// ZeRO-1 and ZeRO-2: every rank holds the whole parameters, and its part of the optimizer states
+// ZeRO-1 and ZeRO-2: every rank holds the whole parameters, and a shard of the optimizer states
 // and, with ZeRO-2, of the gradients.
 //
 //     Gpt model(config);
 //     ShardedModel zero1 = zero(model, mesh(), {.stage = 1});
 //     optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-4});  // of this rank's parts
 //
-// Parameters lie one behind the other in a few pieces of memory, each of which is cut into equal
-// parts. Outside of calls a parameter is its part on this rank, a DTensor (FlatShard): what an
-// optimizer made before or after updates. In calls of the model it is whole; the parts of the other
-// ranks are gathered in place before the first call after a step.
+// Parameters lie one behind the other in a few flat buffers, each of which is split into equal
+// shards. Outside of calls a parameter is its shard on this rank, a DTensor (FlatShard), which an
+// optimizer made before or after updates. In calls of the model it is whole; the other ranks'
+// shards are gathered in place before the first call after a step.
 #pragma once
 
 #include <optional>
@@ -24,24 +24,24 @@
 namespace tessera::distributed {
 
 struct ZeroOptions {
-  // 1: gradients add up in whole and are reduced once a step. 2: every backward reduces them, and a
-  // rank keeps its part alone.
+  // 1: whole gradients add up and are reduced once a step. 2: every backward reduces them, and a
+  // rank keeps only its shard.
   int stage = 1;
   int64_t first_bucket_bytes = kFirstBucketBytes;
-  int64_t bucket_bytes = kBucketBytes;  // of a piece of memory, at least
+  int64_t bucket_bytes = kBucketBytes;  // minimum size of a flat buffer
   std::optional<DType> gradient_dtype = {};
   GradientAverage average = GradientAverage::kRanks;
   bool init_sync = true;
   bool broadcast_buffers = true;  // as ReplicateOptions
   std::vector<std::string> ignored = {};
-  // kOptimizer: the parts that the optimizer works on, their gradients and states lie in memory of
-  // the host, for a GPU (ZeRO-Offload). ConfigError for kParameters: whole parameters are of use
-  // where ops read them. UnsupportedError for parameters on the CPU.
+  // kOptimizer: the shards that the optimizer updates, their gradients and states are in host
+  // memory, for a GPU (ZeRO-Offload). ConfigError for kParameters, since ops read whole parameters
+  // on the device. UnsupportedError for parameters on the CPU.
   OffloadPolicy offload_policy = OffloadPolicy::kNone;
 };
-// `mesh`: one axis. Collective. Throws ConfigError for another stage, where a module inside is
-// sharded already and as fully_shard() does; DistributedError on every rank where models or options
-// differ among the ranks.
+// `mesh` has one axis. Collective. Throws ConfigError for another stage, for a module inside that
+// is sharded already, and as fully_shard() does; DistributedError on every rank if models or
+// options differ among the ranks.
 ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options = {});
 
 }  // namespace tessera::distributed

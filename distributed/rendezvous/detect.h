@@ -1,9 +1,9 @@
-// Who is this process? Reads the environment that a launcher left: which rank of how many, on which
-// node, with how many threads, and where the store is.
+// Reads the launcher's environment: this process's rank, world size, node, number of threads, and
+// the address of the store.
 //
-// Sources, the first that is there wins: OpenMPI or PMIx (mpirun, `tessera launch`), a step of
-// Slurm's srun with PMI, torchrun's full set of variables, none (one process). `tessera launch`
-// exports TESSERA_* beside the source that started its agents. Two sources of one level that
+// The first of these sources wins: OpenMPI or PMIx (mpirun, `tessera launch`), a step of Slurm's
+// srun with PMI, torchrun's full set of variables, none (one process). `tessera launch` exports
+// TESSERA_* in addition to the source that started its agents. Two sources of one level that
 // disagree are a ConfigError that shows both.
 #pragma once
 
@@ -52,13 +52,13 @@ struct LaunchInfo {
 };
 
 struct Cores {
-  int allowed = 1;  // that this process may run on, as affinity masks and control groups say
+  int allowed = 1;  // usable by this process, by affinity masks and control groups
   int node = 1;     // of the machine, or of the container
 };
 
-// Threads: TESSERA_NUM_THREADS, else SLURM_CPUS_PER_TASK, else this rank's share of the cores.
-// ConfigError: contradictions, numbers that are none, ranks outside their world, a step of srun
-// without PMI (every process would believe to be alone).
+// Threads are TESSERA_NUM_THREADS, else SLURM_CPUS_PER_TASK, else this rank's share of the cores.
+// ConfigError: contradictions, invalid numbers, ranks outside their world, a step of srun without
+// PMI (every process would run alone).
 LaunchInfo detect(const Environment& environment, Cores cores);
 LaunchInfo detect();
 Cores available_cores();

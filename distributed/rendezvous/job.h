@@ -1,8 +1,8 @@
-// A rank's tie to its job: the store, and the news of ranks that failed.
+// A rank's connection to its job: the store, and news of failed ranks.
 //
 // Under `tessera launch` the store and the news come from the launcher, whose agents watch every
 // process. Under bare mpirun rank 0 hosts the store, and each rank leaves a will there: the kernel
-// closes a dead process's socket, so the others know within milliseconds.
+// closes the socket of a process that ends, so the others learn of it within milliseconds.
 //
 //     auto job = Job::join(detect());             // or Job::host / Job::join(info, address)
 //     if (auto failure = job->failure()) ...      // one atomic load
@@ -26,7 +26,7 @@
 
 namespace tessera::distributed {
 
-// Why a rank failed, by what is known of it, the surest first.
+// Why a rank failed, most certain cause first.
 enum class FailureKind {
   kSignal,       // killed by a signal
   kError,        // its own code threw
@@ -57,7 +57,7 @@ class Job {
   // Without the launcher: rank 0 hosts; it sends address() to the others, which join it.
   static std::shared_ptr<Job> host(const LaunchInfo& info);
   static std::shared_ptr<Job> join(const LaunchInfo& info, const StoreAddress& address);
-  // Leaves; destroyed by an exception that passes, it publishes that first.
+  // Leaves the job; if an exception destroys it, publishes that first.
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -67,23 +67,23 @@ class Job {
   // Where others reach the store; the host name is this machine's where rank 0 hosts it.
   const StoreAddress& address() const { return address_; }
 
-  // The first failure of another rank that this one heard of; null while there is none. One
-  // atomic load: meant for the loops that wait in collectives.
+  // The first failure of another rank that this one knows; null if there is none. One atomic load,
+  // for the waiting loops of collectives.
   const RankFailure* failure() const noexcept { return failure_.load(std::memory_order_acquire); }
   // DistributedError with what(): "rank 0: all_reduce #12: rank 1 on ... was killed by ...".
   void check(std::string_view where) const;
-  // Calls back, from the watching thread, when failure() turns non-null; at once where it is. The
+  // Calls back, from the watching thread, when failure() becomes non-null; at once if it is. The
   // callback must not call this Job, except failure(). Returns a number for remove_callback, which
   // returns when no call is running any more.
   int on_failure(std::function<void(const RankFailure&)> callback);
   void remove_callback(int number);
 
-  // Tells all ranks and the launcher that this rank fails. Where it has heard of another's failure
-  // before, its own is a consequence. Only the first call counts; never throws.
+  // Reports this rank's failure to all ranks and the launcher. If it knows of an earlier failure,
+  // its own is a consequence. Only the first call counts; never throws.
   void publish(FailureKind kind, std::string_view message) noexcept;
 
-  // Orderly end: what happens to this process from now on is no failure of the job. Rank 0, where
-  // it hosts the store, waits until every rank has left or is lost, at most `timeout`.
+  // Orderly end: afterwards the end of this process is not a failure of the job. Rank 0, if it
+  // hosts the store, waits until every rank has left or is lost, at most `timeout`.
   void leave(Milliseconds timeout = Milliseconds(30000)) noexcept;
 
  private:

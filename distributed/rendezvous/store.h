@@ -1,4 +1,4 @@
-// Stores: small shared dictionaries through which ranks find each other, exchange ids and tell of
+// Stores: small key-value stores through which ranks find each other, exchange ids and report
 // failures. Keys are text, values any bytes.
 //
 //     auto store = distributed::TcpStore::connect({"10.0.0.1", 29500, token}, 30s);
@@ -10,7 +10,7 @@
 // part of another store). All functions may be called from several threads at once; a waiting
 // call does not hold up others.
 //
-// Errors: StoreTimeout where a wait ran out, else DistributedError: host lost, refused, closed.
+// Errors: StoreTimeout if a wait timed out, else DistributedError: host lost, refused, closed.
 #pragma once
 
 #include <chrono>
@@ -28,7 +28,7 @@ namespace tessera::distributed {
 
 using Milliseconds = std::chrono::milliseconds;
 
-// A wait on the store, or for the store's host, ran out.
+// A wait on the store, or for the store's host, timed out.
 class StoreTimeout : public DistributedError {
  public:
   using DistributedError::DistributedError;
@@ -40,9 +40,9 @@ struct StoreEntry {
   friend bool operator==(const StoreEntry&, const StoreEntry&) = default;
 };
 
-// What changed under a prefix since a revision; entries in the order in which they were written.
+// Changes under a prefix since a revision; entries in the order in which they were written.
 struct StoreChanges {
-  int64_t revision = 0;  // give it to the next watch
+  int64_t revision = 0;  // pass it to the next watch
   std::vector<StoreEntry> entries;
 };
 
@@ -51,26 +51,26 @@ class Store {
   virtual ~Store() = default;
 
   virtual void set(std::string_view key, std::string_view value) = 0;
-  // The value now; nullopt where the key is absent.
+  // The current value; nullopt if the key is absent.
   virtual std::optional<std::string> get(std::string_view key) = 0;
-  // The value as soon as the key is there. StoreTimeout after `timeout`.
+  // Waits for the key and returns its value. StoreTimeout after `timeout`.
   virtual std::string wait(std::string_view key, Milliseconds timeout) = 0;
-  // Adds to a whole number kept as decimal text, absent counting as 0, in one step for all
-  // clients; returns the sum. DistributedError where the value is something else.
+  // Adds to a whole number kept as decimal text, absent counting as 0, atomically for all clients;
+  // returns the sum. DistributedError if the value is something else.
   virtual int64_t add(std::string_view key, int64_t amount) = 0;
-  // Writes `desired` if the value equals `expected` (nullopt: if the key is absent), in one step
-  // for all clients; returns whether it did.
+  // Writes `desired` if the value equals `expected` (nullopt: if the key is absent), atomically for
+  // all clients; returns whether it did.
   virtual bool compare_set(std::string_view key, std::optional<std::string_view> expected,
                            std::string_view desired) = 0;
-  // Whether all keys are there.
+  // Whether all keys exist.
   virtual bool check(std::span<const std::string> keys) = 0;
-  // Whether the key was there.
+  // Removes the key; returns whether it existed.
   virtual bool remove(std::string_view key) = 0;
   // Keys that begin with `prefix`, sorted.
   virtual std::vector<std::string> list(std::string_view prefix) = 0;
-  // Entries under `prefix` that were written after revision `after` (0: all), waiting up to
-  // `timeout` for the first one; none where nothing was written. A key written twice is reported
-  // once, with its last value; removals are not reported.
+  // Entries under `prefix` that were written after revision `after` (0: all); waits up to `timeout`
+  // for the first one, and is empty if nothing was written. A key written twice is reported once,
+  // with its last value; removals are not reported.
   virtual StoreChanges watch(std::string_view prefix, int64_t after, Milliseconds timeout) = 0;
 };
 
@@ -96,9 +96,9 @@ class MemoryStore : public Store {
   std::unique_ptr<State> state_;
 };
 
-// A file that all ranks see, as an append-only log under a file lock. It is made where it is
-// missing and never removed; a new job takes a new path. A writer that died in the middle of a
-// record leaves nothing behind. Waits look at the file every 1 to 20 ms.
+// A file that all ranks see, as an append-only log under a file lock. It is created if missing and
+// never removed; a new job needs a new path. A writer that died in the middle of a record leaves
+// nothing behind. Waits check the file every 1 to 20 ms.
 class FileStore : public Store {
  public:
   explicit FileStore(std::string path);  // IoError where it cannot be opened
@@ -119,7 +119,7 @@ class FileStore : public Store {
   std::unique_ptr<State> state_;
 };
 
-// Keys of `store` below `prefix`, by their names without it.
+// Keys of `store` that begin with `prefix`, without the prefix.
 class PrefixStore : public Store {
  public:
   PrefixStore(std::string prefix, std::shared_ptr<Store> store);
@@ -147,7 +147,7 @@ struct StoreAddress {
   std::string token;
 };
 
-// Serves a store to TcpStore clients: one thread, hosted by anyone. The destructor closes every
+// Serves a store to TcpStore clients, from one thread of any process. The destructor closes every
 // connection, which clients notice as the loss of the host.
 class TcpStoreServer {
  public:
@@ -168,11 +168,11 @@ class TcpStoreServer {
   int port_ = 0;
 };
 
-// A client. Concurrent calls use connections of their own.
+// A client. Concurrent calls use separate connections.
 class TcpStore : public Store {
  public:
-  // Retries until the host answers; StoreTimeout after `timeout`, DistributedError where it
-  // refuses (another program, a wrong token).
+  // Retries until the host answers; StoreTimeout after `timeout`, DistributedError if it refuses
+  // (another program, a wrong token).
   static std::shared_ptr<TcpStore> connect(StoreAddress address, Milliseconds timeout);
   ~TcpStore() override;
 
@@ -187,13 +187,12 @@ class TcpStore : public Store {
   std::vector<std::string> list(std::string_view prefix) override;
   StoreChanges watch(std::string_view prefix, int64_t after, Milliseconds timeout) override;
 
-  // A last will: the server writes key = value as soon as this process is gone without having
-  // withdrawn it, however it ended: the kernel closes the socket of a killed process within
+  // A last will: the server writes key = value as soon as this process has ended without
+  // withdrawing it, however it ended: the kernel closes the socket of a killed process within
   // milliseconds. A second call replaces the first.
   void leave_will(std::string_view key, std::string_view value);
   void withdraw_will();
-  // Every call that waits, and every later one, throws DistributedError. For shutting down a
-  // thread that watches.
+  // Makes every waiting and later call throw DistributedError, to stop a watching thread.
   void interrupt();
 
   const StoreAddress& address() const { return address_; }

@@ -1,5 +1,5 @@
-// The line of the program behind collectives that the library calls far below it.
-// A function that takes the line of its caller opens a scope with it around its work.
+// Reports the program's line for collectives that the library calls internally: a function that
+// takes its caller's line opens a scope with it around its work.
 #pragma once
 
 #include <tessera/core/context.h>
@@ -7,13 +7,13 @@
 
 namespace tessera::distributed {
 
-// For the time of the scope records and messages of this Context's collectives name `where`,
-// messages with the library's own line behind it. The innermost scope counts.
+// Within the scope records and messages of this Context's collectives name `where`, and messages
+// add the library's own line. The innermost scope counts.
 class CallerScope {
  public:
   explicit CallerScope(const SourceLocation& where)
       : where_(Context::current().slot<Slot>().where, where) {}
-  // Of the scope that is open; its line is 0 where none is.
+  // The line of the open scope; 0 if none is open.
   static const SourceLocation& current() { return Context::current().slot<Slot>().where; }
 
  private:

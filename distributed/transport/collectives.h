@@ -1,4 +1,4 @@
-// Collectives that wait, on plain tensors and on objects.
+// Collectives that wait, for plain tensors and for objects.
 //
 //     all_reduce(loss, ReduceOp::kMean);                        // of world()
 //     auto settings = broadcast_object(settings_of_rank_0, 0);  // any JSON
@@ -17,28 +17,28 @@ void all_reduce(const Tensor& tensor, ReduceOp op = ReduceOp::kSum, Group& group
                 const CollectiveOptions& options = {});
 void broadcast(const Tensor& tensor, int root = 0, Group& group = world(),
                const CollectiveOptions& options = {});
-// A new tensor: the inputs of all ranks, equal in shape, joined along dimension 0 (a scalar counts
+// Returns the inputs of all ranks, equal in shape, concatenated along dimension 0 (a scalar counts
 // as one row).
 Tensor all_gather(const Tensor& input, Group& group = world(),
                   const CollectiveOptions& options = {});
-// Rows may differ in number (other dimensions not): rank r's tensor at [r].
+// Numbers of rows may differ (other dimensions not): rank r's tensor is at [r].
 std::vector<Tensor> all_gather_ragged(const Tensor& input, Group& group = world(),
                                       const CollectiveOptions& options = {});
-// A new tensor: this rank's rows of the sum. Dimension 0 must divide by the number of ranks.
+// Returns this rank's rows of the sum. Dimension 0 must be divisible by the number of ranks.
 Tensor reduce_scatter(const Tensor& input, ReduceOp op = ReduceOp::kSum, Group& group = world(),
                       const CollectiveOptions& options = {});
-// A new tensor: the input of the rank whose target this one is; see Group::permute. The inputs of
-// all ranks are equal in shape.
+// Returns the input of the rank whose target this one is; see Group::permute. All ranks' inputs are
+// equal in shape.
 Tensor permute_ranks(const Tensor& input, std::span<const int> targets, Group& group = world(),
                      const CollectiveOptions& options = {});
 void barrier(Group& group = world(), const CollectiveOptions& options = {});
 
-// Objects travel as CBOR, so that NaN and bytes survive. FormatError on bytes that are none.
+// Objects are sent as CBOR, which preserves NaN and bytes. FormatError on invalid bytes.
 nlohmann::json broadcast_object(const nlohmann::json& object, int root = 0, Group& group = world(),
                                 const CollectiveOptions& options = {});
 std::vector<nlohmann::json> all_gather_objects(Group& group, const nlohmann::json& object,
                                                const CollectiveOptions& options = {});
-// At root: every rank's; elsewhere empty.
+// At root: every rank's object; elsewhere empty.
 std::vector<nlohmann::json> gather_objects(const nlohmann::json& object, int root = 0,
                                            Group& group = world(),
                                            const CollectiveOptions& options = {});
@@ -46,21 +46,21 @@ nlohmann::json scatter_objects(const std::vector<nlohmann::json>& objects, int r
                                Group& group = world(), const CollectiveOptions& options = {});
 
 // ---- After a failure that does not end the job
-// World and all groups that were made of it and live, of this rank.
+// This rank's world group and all existing groups made of it.
 std::vector<std::shared_ptr<Group>> groups_of_rank();
-// Group::tell() on each channel of each group whose ranks compare their calls, but for those of
-// send and recv and, of `meeting`, the one by which the ranks find together again (kControl).
+// Calls Group::tell() on each channel of each group whose ranks compare their calls, except those
+// of send and recv and the channel of `meeting` by which the ranks meet again (kControl).
 void tell_groups(Group& meeting, std::span<const std::shared_ptr<Group>> groups,
                  const std::string& reason) noexcept;
-// Where all ranks of `meeting` know that some have left what they were doing: who has called less
-// makes up for it, so that the next calls of all are the same ones. Collective.
+// Called when all ranks of `meeting` know that some have left their work: ranks with fewer calls
+// catch up, so that the next calls of all match. Collective.
 void resume_calls(Group& meeting, std::span<const std::shared_ptr<Group>> groups);
 
-// Whether any rank says yes. Collective.
+// Whether any rank passes true. Collective.
 bool any_rank(bool own, Group& group = world());
 
-// Several calls as few: between construction and finish() they are collected; those that follow
-// one another with the same operation, dtype, reduction and root travel as one.
+// Merges calls: between construction and finish() they are collected; consecutive ones with the
+// same operation, dtype, reduction and root are sent as one.
 //
 //     CoalescedScope calls(group);
 //     for (const Tensor& t : tensors) calls.all_reduce(t);
@@ -68,13 +68,13 @@ bool any_rank(bool own, Group& group = world());
 class CoalescedScope {
  public:
   explicit CoalescedScope(Group& group, const CollectiveOptions& options = {});
-  ~CoalescedScope();  // calls that were not finished are dropped
+  ~CoalescedScope();  // unfinished calls are dropped
   CoalescedScope(const CoalescedScope&) = delete;
   CoalescedScope& operator=(const CoalescedScope&) = delete;
 
   void all_reduce(const Tensor& tensor, ReduceOp op = ReduceOp::kSum);
   void broadcast(const Tensor& tensor, int root);
-  // As Group's. Results are in the tensors after finish().wait().
+  // As in Group. Results are in the tensors after finish().wait().
   void all_gather(const Tensor& output, const Tensor& input);
   void reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp op = ReduceOp::kSum);
   Work finish();
@@ -88,9 +88,9 @@ class CoalescedScope {
   std::vector<Item> items_;
 };
 
-// Compares what all ranks of the group have called since `scope` began, channel by channel and
-// group by group, sends and receives apart. DistributedError on every rank, naming the first
-// difference. Collective.
+// Compares the calls of all ranks of the group since `scope` began, channel by channel and group by
+// group, sends and receives separately. DistributedError on every rank names the first difference.
+// Collective.
 void check_equal_traces(const CommTrace::Scope& scope, Group& group = world());
 
 }  // namespace tessera::distributed

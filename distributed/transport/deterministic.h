@@ -1,4 +1,4 @@
-// Reductions in rank order: the same bits on every backend, for any cut into pieces.
+// Reductions in rank order, with the same bits on every backend and for any split into pieces.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ void reduce_contributions(std::span<const void* const> inputs, void* out, int64_
 // data[i] *= factor, with the same rounding as the mean above.
 void scale_contribution(void* data, int64_t count, DType dtype, double factor);
 
-// DTypeError for reductions that have no meaning: fp8 and bool, the mean of integers.
+// DTypeError for undefined reductions: fp8 and bool, the mean of integers.
 void check_reduction(DType dtype, ReduceOp op, std::string_view where);
 
 }  // namespace tessera::distributed

@@ -4,14 +4,14 @@
 //     ...                                       // compute goes on
 //     work.wait();                              // gradient holds the sum
 //
-// All calls are asynchronous; collectives.h has forms that wait. Every rank of a group makes the
-// same calls in the same order within a channel; what it calls is compared before any data moves,
-// and a difference is a DistributedError on every rank that names the call sites. A wait that
-// exceeds its time raises on this rank, naming who is where, and breaks the group.
+// All calls are asynchronous; collectives.h has functions that wait. Every rank of a group makes
+// the same calls in the same order within a channel; calls are compared before any data moves, and
+// a difference is a DistributedError on every rank that names the call sites. A wait that times out
+// raises on this rank, names the place of every rank, and breaks the group.
 //
-// Tensors may be non-contiguous (a contiguous copy travels, the result is copied back by wait())
-// and empty. They must be of one device. Errors of the arguments are typed errors on the rank that
-// has the mistake; the others learn of it in the same call, as DistributedError.
+// Tensors may be non-contiguous (a contiguous copy is sent, wait() copies the result back) and
+// empty. They must be on one device. Wrong arguments are typed errors on the rank that has the
+// mistake; the others learn of it in the same call, as DistributedError.
 #pragma once
 
 #include <map>
@@ -33,26 +33,27 @@ namespace tessera::distributed {
 struct CollectiveOptions {
   Channel channel = Channel::kUser;
   double timeout_seconds = 0;  // 0: TimeoutScope's, else the context's
-  std::string_view tag = {};   // what it is for: "bucket 3"; in records and messages
+  std::string_view tag = {};   // purpose, in records and messages: "bucket 3"
   SourceLocation where = SourceLocation::current();
-  // The caller waits at once, so that its thread may move the data itself and wakes no other. Where
-  // it does not wait, nothing may move until it does.
+  // The caller waits at once, so its thread may move the data itself without waking another. If it
+  // does not wait, nothing may move until it does.
   bool waits = false;
 };
 
-// A collective under way. Copies share it; it keeps its tensors alive, also where nobody waits.
+// A running collective. Copies share it; it keeps its tensors alive, also if nobody waits.
 class Work {
  public:
-  Work() = default;  // nothing: waits for nothing
+  Work() = default;  // an empty one, whose wait() returns at once
   bool valid() const { return state_ != nullptr; }
-  // Until the results are in the tensors. Rethrows what went wrong: DistributedError. A failure
-  // that nobody waits for is not lost: a line on stderr says it, and the group's next call raises.
-  // For tensors of a GPU the current stream waits, not the thread: what fails later is told so too.
+  // Waits until the results are in the tensors. Rethrows failures as DistributedError. A failure
+  // that nobody waits for is not lost: it is a line on stderr, and the group's next call raises.
+  // For GPU tensors the current stream waits, not the thread; later failures are reported the same
+  // way.
   void wait() const;
-  // Nobody will wait: whatever becomes of it is no news. Nothing afterwards.
+  // Declares that nobody will wait and failures need not be reported. The Work is empty afterwards.
   void forget();
   bool completed() const;    // the transfer has ended; wait() no longer blocks
-  int64_t sequence() const;  // of its channel, 0 where nothing was issued
+  int64_t sequence() const;  // in its channel, 0 if nothing was issued
 
  private:
   friend class Group;
@@ -64,7 +65,7 @@ class Work {
 
 inline constexpr int kMaxTag = 1 << 29;  // tags of send and recv are below
 
-// One message of an exchange: the tensor that goes to the peer, or that what it sends is put into.
+// One message of an exchange: the tensor to send to the peer, or to receive into.
 struct PeerTensor {
   int peer;
   Tensor tensor;
@@ -94,26 +95,26 @@ class Group : public std::enable_shared_from_this<Group> {
   Work reduce(const Tensor& tensor, int root, ReduceOp op = ReduceOp::kSum,
               const CollectiveOptions& options = {});
   Work broadcast(const Tensor& tensor, int root, const CollectiveOptions& options = {});
-  // output: size() times the elements of input, rank r's in the r-th part of dimension 0. The
-  // list form is ragged: outputs[r] has the shape of rank r's input. In place: the input may be
-  // this rank's own part of the output (ValueError for memory of another part).
+  // output: size() times the elements of input, rank r's in the r-th part of dimension 0. The list
+  // form takes different sizes: outputs[r] has the shape of rank r's input. In place: the input may
+  // be this rank's own part of the output (ValueError for memory of another part).
   Work all_gather(const Tensor& output, const Tensor& input, const CollectiveOptions& options = {});
   Work all_gather(std::span<const Tensor> outputs, const Tensor& input,
                   const CollectiveOptions& options = {});
-  // The reverse: input has size() times the elements of output. The list form is uneven: inputs[r]
-  // goes to rank r, whose output has its shape. In place: the output may be this rank's own part of
-  // the input (ValueError for memory of another part).
+  // The reverse: input has size() times the elements of output. The list form takes different
+  // sizes: inputs[r] goes to rank r, whose output has its shape. In place: the output may be this
+  // rank's own part of the input (ValueError for memory of another part).
   Work reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp op = ReduceOp::kSum,
                       const CollectiveOptions& options = {});
   Work reduce_scatter(const Tensor& output, std::span<const Tensor> inputs,
                       ReduceOp op = ReduceOp::kSum, const CollectiveOptions& options = {});
-  // A sum that goes on from what the output holds: ((output + rank 0's part) + rank 1's) + ...,
-  // accumulated as in a reduction (16-bit types in f32, rounded once a call). So N ranks that
-  // reduce each of M micro-batches have the bits of one process that adds up N M gradients in f32.
-  // In records a reduce_scatter whose `onto` is set; counts and bytes are the same. NCCL sums the
-  // contributions first and wait() adds the sum, so that 16-bit types are rounded twice; native
-  // reductions of the host may do so too. ValueError where output and input share memory. After an
-  // error that is not a mismatch what the output holds is not specified.
+  // Continues the sum in the output: ((output + rank 0's part) + rank 1's) + ..., accumulated as in
+  // a reduction (16-bit types in f32, rounded once a call). So N ranks that reduce each of M
+  // micro-batches have the bits of one process that accumulates N M gradients in f32. In records it
+  // is a reduce_scatter with `onto` set; counts and bytes are the same. NCCL sums the contributions
+  // first and wait() adds the sum, so 16-bit types are rounded twice; native reductions of the host
+  // may do so too. ValueError if output and input share memory. After an error that is not a
+  // mismatch the output is unspecified.
   Work reduce_scatter_onto(const Tensor& output, const Tensor& input,
                            const CollectiveOptions& options = {});
   Work reduce_scatter_onto(const Tensor& output, std::span<const Tensor> inputs,
@@ -127,51 +128,51 @@ class Group : public std::enable_shared_from_this<Group> {
   Work scatter(const Tensor& output, std::span<const Tensor> inputs, int root,
                const CollectiveOptions& options = {});
   // Rank r's input goes to rank targets[r], whose output has its size: a ring is {1, 2, ..., 0}.
-  // `targets`: each rank of the group once, the same list on all of them (ValueError; a rank whose
-  // list says otherwise is a DistributedError on all, but over NCCL, whose ranks wait). JAX's
-  // ppermute. Output and input do not share memory, but where a rank is its own target.
+  // `targets`: each rank of the group once, the same list on all of them (else ValueError; a rank
+  // with another list is a DistributedError on all, except over NCCL, whose ranks wait). JAX's
+  // ppermute. Output and input may not share memory unless a rank is its own target.
   Work permute(const Tensor& output, const Tensor& input, std::span<const int> targets,
                const CollectiveOptions& options = {});
   // Matched by (peer, tag) in the order of issue; not part of the channel's sequence. A send ends
-  // when the receiver has it: wait for it after the recv that the peer may be waiting for. Where
-  // dtype or size differ, or one side had a mistake in its arguments, both sides raise. On GPUs a
-  // group's first message makes the channel's communicator, which takes every rank of the group.
+  // when the receiver has the data: wait for it after the recv that the peer may be waiting for. If
+  // dtype or size differ, or one side's arguments are wrong, both sides raise. On GPUs a group's
+  // first message makes the channel's communicator, which takes every rank of the group.
   Work send(const Tensor& tensor, int peer, int tag = 0,
             const CollectiveOptions& options = {.channel = Channel::kPeer});
   Work recv(const Tensor& tensor, int peer, int tag = 0,
             const CollectiveOptions& options = {.channel = Channel::kPeer});
   // Messages to and from any peers as one operation, none of which waits for another: two ranks may
-  // give each other tensors of any size, where on GPUs a send before a recv on both would wait for
-  // ever. Matched as sends and recvs are, and with those of other ranks; one Work for all. Nothing
-  // is sent where an argument is wrong: this rank gets a typed error, and every peer it named a
-  // DistributedError. On GPUs, whose messages between two ranks match in the order of issue, an
+  // exchange tensors of any size, where on GPUs a send before a recv on both would wait for ever.
+  // They match sends, recvs and exchanges of other ranks; there is one Work for all. If an argument
+  // is wrong nothing is sent: this rank gets a typed error, and every peer that it named a
+  // DistributedError. On GPUs, where messages between two ranks match in the order of issue, an
   // exchange issues its own by tag.
   Work exchange(const std::vector<PeerTensor>& sends, const std::vector<PeerTensor>& receives,
                 const CollectiveOptions& options = {.channel = Channel::kPeer});
-  // Waits for all ranks. A timeout names those that did not come.
+  // Waits for all ranks. A timeout names the missing ones.
   void barrier(const CollectiveOptions& options = {});
 
-  // A group for each colour, ranks ordered by (key, rank); null for color < 0. Collective.
-  // UnsupportedError for ranks that are not there (make_fake_backend).
+  // A group for each color, ranks ordered by (key, rank); null for color < 0. Collective.
+  // UnsupportedError for simulated ranks (make_fake_backend).
   std::shared_ptr<Group> split(int color, int key = 0, const CollectiveOptions& options = {});
-  // A group of the listed ranks of this one; every rank of this group calls it with the list of
-  // the group it will be in (empty: none, and gets null). ValueError for a rank outside, one named
-  // twice, or a list without the caller; DistributedError where lists disagree.
+  // A group of the listed ranks of this one; every rank of this group calls it with the list of the
+  // group it will be in (empty: none, returns null). ValueError for a rank outside, one named
+  // twice, or a list without the caller; DistributedError if lists disagree.
   std::shared_ptr<Group> subgroup(std::span<const int> ranks,
                                   const CollectiveOptions& options = {});
 
-  // This rank has left what it was doing, and the others may come to a call that it will never
-  // make: their next one on the channel raises DistributedError with the reason. Returns at once.
-  // The ranks have called differently then: see resume_calls() in collectives.h.
+  // Declares that this rank has left its work and will never make a call that the others may reach:
+  // their next call on the channel raises DistributedError with the reason. Returns at once. The
+  // ranks' sequences differ then: see resume_calls() in collectives.h.
   void tell(Channel channel, const std::string& reason) noexcept;
-  // Calls of the channel that this rank has issued, those of tell() included.
+  // The number of calls on the channel that this rank has issued, including those of tell().
   int64_t issued(Channel channel) const { return sequences_[static_cast<size_t>(channel)]; }
   // Whether ranks compare each call before data moves, so that a rank can be told in one.
   bool compares_calls() const;
 
-  // Ends what is under way and refuses what comes, here and, where the backend can, elsewhere.
+  // Aborts running calls and refuses later ones, here and, if the backend can, on other ranks.
   void abort(const std::string& reason);
-  // Waits for the other ranks and gives the backend's resources back. A broken group only lets go.
+  // Waits for the other ranks and releases the backend's resources. A broken group only releases.
   void shutdown();
 
  private:

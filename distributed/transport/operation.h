@@ -1,6 +1,6 @@
-// The operations of groups, and how each travels: transports carry movements, and know an operation
-// by name only where their library has a form of its own for it. One row here, a method of Group
-// that says which bytes go where, and every backend carries a new operation.
+// The operations of groups and their movements: transports implement movements, and know an
+// operation by name only if their library has its own form of it. A new operation needs a row here
+// and a method of Group that says which bytes go where.
 #pragma once
 
 #include <cstddef>
@@ -26,16 +26,16 @@ enum class Operation : uint8_t {
   kInvalid,  // a rank could not issue its call: the others learn why
 };
 
-// What a transport does with the parts of a call; see Call in backend.h.
+// How a transport moves the parts of a call; see Call in backend.h.
 enum class Movement : uint8_t {
-  kNothing,    // the header is all
+  kNothing,    // only the header is exchanged
   kReduction,  // sends[r] is the piece that rank r sums
   kBroadcast,  // one buffer, from the root to all
   kParts,      // sends[r] goes to rank r, receives[r] comes from it
   kMessage,    // to or from one peer, matched by tag
 };
 
-// Where the sums of a reduction go.
+// The destination of a reduction's sums.
 enum class Delivery : uint8_t {
   kAll,    // in place, to every rank
   kRoot,   // in place, to the root

@@ -1,6 +1,6 @@
-// What the current thread's Context knows of ranks: which one it is, its groups, its timeouts.
+// The ranks' state in the current thread's Context: the rank, its groups, its timeouts.
 //
-// A process that was not initialised is rank 0 of 1. Rank threads get their own from run_ranks();
+// A process that was not initialized is rank 0 of 1. Rank threads get their own from run_ranks();
 // processes from init_process_group().
 #pragma once
 
@@ -19,11 +19,11 @@ class Group;
 class Store;
 class Watchdog;
 
-// Seconds that a collective may take, from its issue on this rank.
+// Seconds that a collective may take, counted from its call on this rank.
 struct Timeouts {
   double init = 600;        // start of a group, which needs every rank
   double collective = 600;  // everything else
-  // Where ranks may legitimately be far apart; 0, or less than `collective`: as collective.
+  // Where ranks may legitimately be far apart; 0, or less than `collective`: `collective` holds.
   double first_step = 0;  // replicate(): until the first gradients are reduced
   double save = 0;        // checkpoints: waits for the other ranks' writing
 };
@@ -44,10 +44,10 @@ struct RankContext {
   std::string dump_directory;               // where a failing wait writes its trace; empty: nowhere
   std::vector<std::weak_ptr<Group>> parts;  // of the world, by split() and subgroup()
 
-  // Ends every call under way of all groups of this rank, and every later one, with `error`. Any
-  // thread: watchdogs call it.
+  // Ends every running and later call of all groups of this rank with `error`. May be called from
+  // any thread: watchdogs do.
   void fail(std::exception_ptr error);
-  std::exception_ptr failure();  // what fail() was told; null where nothing failed. Any thread.
+  std::exception_ptr failure();  // the error of fail(); null if nothing failed. Any thread.
   void watch(const std::shared_ptr<Backend>& backend);  // groups register theirs
 
  private:
@@ -56,10 +56,10 @@ struct RankContext {
   std::exception_ptr failure_;
 };
 
-// Of the current Context.
+// That of the current Context.
 RankContext& rank_context();
 
-// The phase of records, and the timeout of collectives, for a scope.
+// Sets the phase of records, and the timeout of collectives, for a scope.
 class PhaseScope {
  public:
   explicit PhaseScope(std::string phase);
@@ -73,7 +73,7 @@ class PhaseScope {
 class TimeoutScope {
  public:
   explicit TimeoutScope(double seconds);  // ValueError unless positive
-  // One of the context's, where it is longer than what holds now.
+  // One of the context's timeouts, if it is longer than the current one.
   explicit TimeoutScope(double Timeouts::*timeout);
   ~TimeoutScope();
   TimeoutScope(const TimeoutScope&) = delete;

@@ -16,12 +16,12 @@ struct RunRanksOptions {
   // A GPU that all ranks share, with a stream each: groups then carry its tensors too, with the
   // sums of the CPU. Ranks are tried so where there is one card; each has its own parameters.
   Device device = kCpu;
-  // What becomes of the world's backend, on each rank.
+  // Replaces the world's backend on each rank.
   std::function<std::shared_ptr<Backend>(std::shared_ptr<Backend>)> decorate = {};
 };
-// Runs fn(rank) on `size` threads, each with a Context, a world group and a MemoryStore of its own
-// job. Where ranks throw, the others' collectives raise, and the first exception is rethrown, with
-// its rank in front.
+// Runs fn(rank) on `size` threads, each with its own Context, and a world group and MemoryStore of
+// its own job. If ranks throw, the others' collectives raise, and the first exception is rethrown,
+// with its rank in front.
 void run_ranks(int size, const std::function<void(int rank)>& fn,
                const RunRanksOptions& options = {});
 

@@ -1,5 +1,5 @@
-// What a rank communicated: a record for every collective, kept in a ring. It is the flight
-// recorder that a timeout dumps, the counter of tests and reports, and the proof of overlap.
+// The communication of a rank: a record for every collective, kept in a ring buffer. A timeout
+// dumps it, tests and reports count by it, and it shows overlap.
 //
 //     CommTrace::Scope scope(group.trace());
 //     loss.backward();
@@ -20,12 +20,12 @@
 namespace tessera::distributed {
 
 enum class ReduceOp : uint8_t { kSum, kMean, kMax, kMin, kProduct };
-// Who adds: kDeterministic in rank order with f32 accumulation for 16-bit dtypes, the same bits on
-// every backend; kNative the transport's own reduction, in its own order.
+// How sums are computed: kDeterministic in rank order with f32 accumulation for 16-bit dtypes, the
+// same bits on every backend; kNative by the transport's own reduction, in its own order.
 enum class ReductionMode : uint8_t { kDeterministic, kNative };
 
-// Order is guaranteed, and verified across ranks, within one channel of one group; each has a
-// communicator and sequence numbers of its own.
+// Order is guaranteed, and verified across ranks, within one channel of one group; each has its own
+// communicator and sequence numbers.
 enum class Channel : uint8_t {
   kUser,       // calls of user code
   kGradient,   // reductions that backward overlaps with
@@ -44,12 +44,12 @@ struct CommRecord {
   enum class State : uint8_t { kQueued, kDone, kFailed };
   std::string group;
   Channel channel = Channel::kUser;
-  int64_t sequence = 0;  // of the channel, from 1; sends and receives count apart
+  int64_t sequence = 0;  // in the channel, from 1; sends and receives count separately
   Operation operation = Operation::kBarrier;
   ReduceOp reduce = ReduceOp::kSum;
   bool onto = false;  // a reduce_scatter_onto
   DType dtype = DType::kUInt8;
-  int64_t count = 0;  // elements; -1 where it differs between ranks (ragged and uneven forms)
+  int64_t count = 0;  // elements; -1 if it differs between ranks
   int64_t bytes = 0;  // this rank's tensor: for gathers the input, for scatters the output
   int root = -1;      // or peer
   int group_size = 1;
@@ -57,7 +57,7 @@ struct CommRecord {
   const char* file = "";
   int line = 0;
   State state = State::kQueued;
-  // Seconds, by the clock of the trace; -1 not yet.
+  // Seconds by the clock of the trace; -1: not yet.
   double queued = -1, done = -1;
   double wait_begin = -1, wait_end = -1;  // of the first wait()
 
@@ -73,22 +73,22 @@ class CommTrace {
  public:
   explicit CommTrace(size_t capacity = 2048);
 
-  // A rank's thread adds and any thread updates: records are addressed by a running number.
+  // A rank's thread adds and any thread updates, so records are addressed by a running number.
   int64_t add(CommRecord record);
-  // Sets the end; ignored where the ring has dropped the record.
+  // Sets the end; ignored if the ring has dropped the record.
   void finish(int64_t number, bool failed, double seconds);
   void waited(int64_t number, double begin, double end);
 
   std::vector<CommRecord> records(int64_t first = 0) const;  // of those kept, in order of issue
   int64_t next() const;                                      // the number of the next record
   double seconds() const;                                    // since the trace was made
-  // What seconds() says instead, for times that are simulated; empty: real time again. By the
-  // rank's thread, while none of its calls is under way.
+  // Replaces the clock of seconds() for simulated times; empty restores it. Called by the rank's
+  // thread while none of its calls is running.
   void set_clock(std::function<double()> seconds) { clock_ = std::move(seconds); }
   // {"rank": r, "records": [...]} as JSON text.
   std::string to_json(int rank) const;
 
-  // Keeps every record from here on; several may be open.
+  // Keeps every record from here on; several scopes may be open.
   class Scope {
    public:
     explicit Scope(CommTrace& trace);
@@ -116,8 +116,7 @@ class CommTrace {
 int64_t count(const std::vector<CommRecord>& records, Operation operation);
 int64_t count(const std::vector<CommRecord>& records, Operation operation, Channel channel);
 int64_t bytes(const std::vector<CommRecord>& records, Operation operation);
-// Of the time that collectives of a channel took, the share that no wait() saw. 1 where there were
-// none.
+// The fraction of the time of a channel's collectives that no wait() saw. 1 if there were none.
 double hidden_share(const std::vector<CommRecord>& records, Channel channel);
 
 }  // namespace tessera::distributed

@@ -1,9 +1,9 @@
-// Answers, for a process that may be computing or stuck itself, the question where it stands.
+// Reports the position of a process that may be computing or stuck itself.
 //
-// A rank whose wait ran out asks through the store; a thread of every rank answers with the last
+// A rank whose wait times out asks through the store; a thread of every rank answers with the last
 // call that it issued on each channel, so that the message can name the late ones. A rank that
-// waits for long says so long before its wait runs out, with the positions of all: `tessera launch`
-// prints what it finds under job/waiting/RANK; without a launcher the rank prints it, one for all.
+// waits for long reports it long before the timeout, with the positions of all: `tessera launch`
+// prints what it finds under job/waiting/RANK; without a launcher one rank prints it for all.
 #pragma once
 
 #include <atomic>
@@ -32,8 +32,8 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Where the ranks (of the world) stand on a channel of a group; nullopt for those that did not
-  // answer in time. Never throws: without the store nobody answers.
+  // The positions of the ranks (of the world) on a channel of a group; nullopt for those that did
+  // not answer in time. Never throws: without the store no rank answers.
   std::vector<std::optional<Position>> ask(const std::string& group, Channel channel,
                                            std::span<const int> ranks,
                                            Milliseconds timeout) noexcept;
@@ -53,9 +53,9 @@ class Watchdog {
   Thread thread_;
 };
 
-// Where the ranks of a store stand, on all channels, a line for each: "rank 2: user barrier #3;
-// gradient all_reduce #12 ..." (of other groups than the world with their name), or that it does
-// not answer in time. What the store throws.
+// The positions of the ranks of a store on all channels, one line each: "rank 2: user barrier #3;
+// gradient all_reduce #12 ..." (for other groups than the world with their name), or that the rank
+// does not answer in time. Throws what the store throws.
 std::vector<std::string> describe_positions(Store& store, std::span<const int> ranks,
                                             Milliseconds timeout);
 
