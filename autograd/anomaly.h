@@ -1,4 +1,4 @@
-// Anomaly mode, seen from the engine.
+// The engine's side of anomaly mode.
 #pragma once
 
 #include <tessera/autograd/node.h>
@@ -6,7 +6,7 @@
 namespace tessera {
 
 bool anomaly_enabled();
-// Throws AutogradError where a gradient that `node` calculated holds NaN.
+// Throws AutogradError if a gradient that `node` calculated holds NaN.
 void check_anomaly(const Node& node, const TensorList& gradients);
 
 }  // namespace tessera

@@ -1,20 +1,19 @@
 // Probability distributions, as torch.distributions: samples, log-densities, entropies and
-// divergences that gradients go through.
+// divergences, with gradients.
 //
 //     const distributions::Normal policy(x, exp(y));
 //     Tensor action = policy.sample();
 //     Tensor surprise = -policy.log_prob(action).mean() - 0.01 * policy.entropy().mean();
 //
-// Parameters broadcast among themselves; batch_shape() is what they give, and a distribution is a
-// batch of independent ones. sample(shape) has shape [shape..., batch_shape...], draws the next
-// random stream of the context and is a constant; rsample is the same numbers as a function of the
-// parameters, for gradients by reparametrisation. log_prob(value) broadcasts value to the batch.
-// Parameters are floating, of one dtype and device, and so are the results, class indices excepted.
-// Every method is made of ops: both devices, derivatives of any order.
+// Parameters broadcast to batch_shape(); a distribution is a batch of independent ones.
+// sample(shape) has shape [shape..., batch_shape...], draws the next random stream of the context
+// and is a constant; rsample returns the same numbers as a function of the parameters, for
+// gradients by reparametrization. log_prob(value) broadcasts value to the batch. Parameters have
+// one floating dtype and device, and so have the results, except class indices. Every method is
+// made of ops: it works on both devices and has derivatives of any order.
 //
-// Values are not looked at: a standard deviation below 0, a probability above 1 or a value outside
-// of the support gives what the formulas give (NaN, an infinity). That is torch's
-// validate_args=False.
+// Values are not checked: a standard deviation below 0, a probability above 1 or a value outside of
+// the support gives the formulas' results (NaN, an infinity), as torch's validate_args=False does.
 #pragma once
 
 #include <tessera/core/tensor/tensor.h>
@@ -56,7 +55,7 @@ class Uniform {
   const Tensor high;
 };
 
-// What the parameters of a discrete distribution are.
+// The kind of a discrete distribution's parameters.
 enum class Of {
   kProbs,   // probabilities
   kLogits,  // Bernoulli: log-odds; Categorical: logarithms of probabilities up to a constant
@@ -73,7 +72,8 @@ class Bernoulli {
   Tensor log_prob(const Tensor& value) const;
   Tensor entropy() const;
 
-  // Each made of the other. Logits of probabilities are clamped to eps from 0 and 1, as in torch.
+  // Each calculated from the other. Logits of probabilities are clamped to eps from 0 and 1, as in
+  // torch.
   const Tensor probs;
   const Tensor logits;
 };
@@ -95,7 +95,7 @@ class Categorical {
   Shape batch_shape_;
 };
 
-// The divergence of Kullback and Leibler, the mean of log p - log q under p. Batches broadcast.
+// The Kullback-Leibler divergence, the mean of log p - log q under p. Batches broadcast.
 Tensor kl_divergence(const Normal& p, const Normal& q);
 Tensor kl_divergence(const Uniform& p, const Uniform& q);  // infinite where p reaches beyond q
 Tensor kl_divergence(const Bernoulli& p, const Bernoulli& q);

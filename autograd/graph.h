@@ -1,4 +1,4 @@
-// The recorded graph, seen without running it.
+// Inspects the recorded graph without running it.
 #pragma once
 
 #include <tessera/core/state/state_dict.h>
@@ -6,8 +6,8 @@
 
 namespace tessera {
 
-// Whether a backward of `output` would lead to one of `leaves`; what backward_reaches() knows while
-// it runs. Costs a walk over the graph as far as the first of them.
+// Whether a backward of `output` would reach one of `leaves`; backward_reaches() answers the same
+// during a backward. Costs a walk over the graph up to the first of them.
 bool leads_to_any(const Tensor& output, const NamedTensors& leaves);
 
 }  // namespace tessera

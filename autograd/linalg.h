@@ -1,11 +1,11 @@
-// Linear algebra: factorisations of matrices and what they solve, with gradients.
+// Linear algebra: factorizations of matrices and linear systems, with gradients.
 //
 // Names, argument order, defaults and values are those of torch.linalg. Matrices are the last two
-// dimensions, [..., m, n], all before them is a batch; operands of one dtype, f32 or f64 (f16 and
-// bf16 are a DTypeError; autocast makes f32 of them), on the CPU (a tensor of a GPU is an
-// UnsupportedError). Backward is made of ops: second derivatives exist where the first do.
-// A matrix that has no such result is a ValueError that names its place in the batch. Cost: O(n^3)
-// a matrix, one thread each.
+// dimensions, [..., m, n], all before them is a batch; operands have one dtype, f32 or f64 (f16 and
+// bf16 are a DTypeError; autocast converts them to f32), on the CPU (a GPU tensor is an
+// UnsupportedError). Backward is made of ops: second derivatives exist where the first do. A matrix
+// without the result is a ValueError that names its place in the batch. Cost: O(n^3) a matrix, one
+// thread each.
 //
 //     const Tensor a = randn({3, 3}), b = randn({3});
 //     const Tensor x = linalg::solve(a, b);  // a x = b
@@ -25,13 +25,13 @@ namespace tessera::linalg {
 // broadcast; or b of a's shape without its last dimension, or [n]: vectors, left only.
 // ValueError for a singular matrix.
 Tensor solve(const Tensor& a, const Tensor& b, bool left = true);
-// The same for a triangle of `a`, the rest of which is not read; `unitriangular`: its diagonal
-// counts as ones. Singular matrices give infinities and NaN.
+// The same for a triangle of `a`; the rest is not read. `unitriangular`: its diagonal counts as
+// ones. Singular matrices give infinities and NaN.
 Tensor solve_triangular(const Tensor& a, const Tensor& b, bool upper, bool left = true,
                         bool unitriangular = false);
 Tensor inv(const Tensor& a);  // [..., n, n]; ValueError for a singular matrix
-// The determinant [...] of [..., n, n]; its gradient is the cofactors, of singular matrices too.
-// (The second derivative at a singular matrix wants singular values that differ.)
+// The determinant [...] of [..., n, n]; its gradient is the cofactors, for singular matrices too.
+// (The second derivative at a singular matrix needs distinct singular values.)
 Tensor det(const Tensor& a);
 struct SignLogDet {
   Tensor sign;       // [...]: -1, 0 or 1; its gradient is 0
@@ -49,7 +49,7 @@ struct Qr {
   Tensor q;  // [..., m, k], k = min(m, n); [..., m, m] where complete; [0] for kR
   Tensor r;  // [..., k, n]; [..., m, n] where complete
 };
-// Backward for kR, or where complete and m > n, is an UnsupportedError: it has no answer.
+// Backward for kR, or if complete and m > n, is an UnsupportedError: it is not defined.
 Qr qr(const Tensor& a, QrMode mode = QrMode::kReduced);
 
 struct Svd {
@@ -57,9 +57,9 @@ struct Svd {
   Tensor s;   // [..., k], descending
   Tensor vh;  // [..., n, n], or [..., k, n]
 };
-// The largest component of each column of u is positive. Gradients of u and vh are finite where all
-// singular values differ (and, of matrices that are not square, none is zero), and ignore what is
-// beyond the k vectors; that of s alone always is. ValueError for infinities and NaN.
+// The largest component of each column of u is positive. Gradients of u and vh are finite if all
+// singular values differ (and, for matrices that are not square, none is zero), and ignore vectors
+// beyond the k; that of s alone is always finite. ValueError for infinities and NaN.
 Svd svd(const Tensor& a, bool full_matrices = true);
 
 enum class Triangle { kLower, kUpper };
@@ -67,8 +67,8 @@ struct Eigh {
   Tensor eigenvalues;   // [..., n], ascending
   Tensor eigenvectors;  // [..., n, n], in columns; the largest component of each is positive
 };
-// Of symmetric matrices, of which one triangle is read. The gradient is symmetric; that of the
-// vectors is finite where all eigenvalues differ.
+// For symmetric matrices, of which one triangle is read. The gradient is symmetric; that of the
+// vectors is finite if all eigenvalues differ.
 Eigh eigh(const Tensor& a, Triangle triangle = Triangle::kLower);
 
 // The pseudo-inverse [..., n, m]. Singular values up to max(atol, rtol * the largest) count as
@@ -90,10 +90,10 @@ struct Lstsq {
   Tensor rank;             // i64, a's [...]; [0] for kGels
   Tensor singular_values;  // a's [..., min(m, n)] for kGelsd and kGelss; else [0]
 };
-// The x of least |a x - b|, and of those the one of least norm. a: [..., m, n]; b: [..., m, k], or
-// [..., m] with one dimension fewer than a; batches broadcast. Singular values up to rcond (by
-// default max(m, n) * eps) times the largest count as zero. kGelsy leaves residuals empty, as in
-// torch. On meta the rank counts as full.
+// The x that minimizes |a x - b|, and of those the one of least norm. a: [..., m, n]; b: [..., m,
+// k], or [..., m] with one dimension fewer than a; batches broadcast. Singular values up to rcond
+// (by default max(m, n) * eps) times the largest count as zero. kGelsy leaves residuals empty, as
+// in torch. On meta the rank counts as full.
 Lstsq lstsq(const Tensor& a, const Tensor& b, std::optional<double> rcond = {},
             LstsqDriver driver = LstsqDriver::kGelsy);
 

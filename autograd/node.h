@@ -1,4 +1,4 @@
-// One step of the recorded graph, and what a tensor knows of its history.
+// A node of the recorded graph, and the history of a tensor.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ namespace tessera {
 class Node;
 class WeightCache;
 
-// Where a gradient goes: output `index` of the call that `node` stands for.
+// The target of a gradient: output `index` of the call that `node` stands for.
 struct Edge {
   std::shared_ptr<Node> node;
   int index = 0;
 };
 
-// What a gradient must look like when it arrives.
+// The required shape, dtype and device of a gradient.
 struct TensorMeta {
   Shape shape;
   DType dtype = kF32;
@@ -48,26 +48,26 @@ class Node {
   Node(const Node&) = delete;
   Node& operator=(const Node&) = delete;
 
-  // grads: one for each output of the call, undefined where none came. Returns one for each edge.
+  // grads: one for each output of the call, undefined if none came. Returns one for each edge.
   virtual TensorList apply(TensorList grads) = 0;
   virtual std::string name() const = 0;
   virtual void release_saved() {}
-  // Whether the sums over the rows of that output's gradient are a gradient that apply() makes.
+  // Whether apply() needs the sums over the rows of that output's gradient as a gradient.
   virtual bool takes_column_sums(int) const { return false; }
 
   std::vector<Edge> next_edges;          // one for each input, empty where no gradient is wanted
   std::vector<TensorMeta> output_metas;  // of the call's outputs
   std::shared_ptr<GradHooks> hooks;      // before apply; made at the first registration
   std::string forward_site;              // in anomaly mode: who called, with what
-  uint32_t place = 0;  // of a RangeListener (core/profile/profiler.h), where one listens
+  uint32_t place = 0;  // of a RangeListener (core/profile/profiler.h), if there is one
   uint64_t sequence;   // later calls first: order of the backward pass
 
-  // To be called once the edges are made: a view's history may be made while they are looked up,
-  // and must come before this node.
+  // Call it once the edges are made: looking them up may make a view's history, which must come
+  // before this node.
   void take_sequence();
 };
 
-// Adds to the `.grad` of a leaf; one for each leaf, made when the leaf is first used.
+// Adds to the `.grad` of a leaf; each leaf has one, made at its first use.
 class AccumulateGrad final : public Node {
  public:
   explicit AccumulateGrad(const Tensor& leaf);
@@ -79,7 +79,7 @@ class AccumulateGrad final : public Node {
   Tensor leaf_;
 };
 
-// A view remembers whose elements it shows: writing to the view changes the history of the base.
+// A view knows its base: writing to the view changes the history of the base.
 struct ViewInfo {
   Tensor base;
   uint32_t version;  // of the storage when the view's grad_fn was made; later: made again
@@ -91,12 +91,12 @@ struct PostAccumulateHook {
   std::function<void(const Tensor&)> call;
 };
 
-// What autograd hangs on a tensor.
+// The autograd state of a tensor.
 struct AutogradSlot final : TensorSlot {
   bool requires_grad = false;  // of a leaf
   bool replaced = false;       // see leaf_hooks.h
   Tensor grad;
-  Tensor main_grad;                       // of a leaf: where `grad` is to lie, see set_main_grad
+  Tensor main_grad;                       // of a leaf: the memory for `grad`, see set_main_grad
   std::shared_ptr<Tensor> retained_grad;  // of a tensor that is no leaf, after retain_grad()
   std::shared_ptr<Node> grad_fn;
   int output_index = 0;
@@ -112,8 +112,8 @@ AutogradSlot* autograd_slot(const Tensor& tensor);
 AutogradSlot& ensure_autograd_slot(const Tensor& tensor);
 
 bool requires_grad(const Tensor& tensor);
-// The edge into which a gradient of `tensor` flows; empty where none is wanted. A view whose base
-// was written since gets its history made again here.
+// The edge into which a gradient of `tensor` flows; empty if none is needed. The history of a view
+// whose base was written since is made again here.
 Edge gradient_edge(const Tensor& tensor);
 // Held while a leaf's slot changes: two backwards on two threads may add to one leaf.
 std::mutex& leaf_mutex(const TensorImpl* leaf);

@@ -1,4 +1,4 @@
-// Sees the ops of a context as they run: what precision/report.h is made from.
+// Observes the ops of a context as they run, for precision/report.h.
 #pragma once
 
 #include <span>
@@ -11,7 +11,8 @@ namespace tessera {
 class OpObserver {
  public:
   virtual ~OpObserver() = default;
-  // After forward: the inputs as the op read them, after autocast. In-place forms are not shown.
+  // Called after forward with the inputs as the op read them, after autocast. In-place forms are
+  // not reported.
   virtual void saw(const Op& op, std::span<const Tensor> inputs,
                    std::span<const Tensor> results) = 0;
 };

@@ -56,7 +56,7 @@ namespace tessera {
 [[nodiscard]] Tensor randint(int64_t low, int64_t high, const Shape& shape, DType dtype = kI64,
                              std::optional<RandomStream> stream = {});  // [low, high)
 [[nodiscard]] Tensor randperm(int64_t size, std::optional<RandomStream> stream = {});
-// Options in one word: zeros({2, 3}, kF64), ones({2, 3}, cuda()).
+// Short options: zeros({2, 3}, kF64), ones({2, 3}, cuda()).
 template <class T>
 concept DTypeOrDevice = std::same_as<T, DType> || std::same_as<T, Device>;
 inline TensorOptions options_of(DType dtype) { return {.dtype = dtype}; }
@@ -71,7 +71,7 @@ inline TensorOptions options_of(const Device& device) { return {.device = device
 [[nodiscard]] Tensor linspace(double start, double end, int64_t steps, DTypeOrDevice auto option) { return linspace(start, end, steps, options_of(option)); }
 [[nodiscard]] Tensor eye(int64_t rows, DTypeOrDevice auto option) { return eye(rows, std::nullopt, options_of(option)); }
 // clang-format on
-// In place, for initialisation.
+// In place, for initialization.
 const Tensor& uniform_(const Tensor& x, double low, double high,
                        std::optional<RandomStream> stream = {});
 const Tensor& normal_(const Tensor& x, double mean, double std,
@@ -82,9 +82,9 @@ const Tensor& bernoulli_(const Tensor& x, double p, std::optional<RandomStream> 
                                  std::optional<RandomStream> stream = {});
 
 // ---- Elementwise, one input (ops/elementwise.cpp) ----------------------------------------------
-// Of integers and bool, transcendental ones give f32; others keep the dtype, or refuse it.
+// Transcendental ops of integers and bool return f32; others keep the dtype, or refuse it.
 
-[[nodiscard]] Tensor to(const Tensor& x, DType dtype);  // the same tensor where nothing changes
+[[nodiscard]] Tensor to(const Tensor& x, DType dtype);  // the same tensor if nothing changes
 [[nodiscard]] Tensor to(const Tensor& x, const Device& device);
 [[nodiscard]] Tensor clone(const Tensor& x);       // keeps the order of dimensions
 [[nodiscard]] Tensor contiguous(const Tensor& x);  // the same tensor where it already is
@@ -129,7 +129,7 @@ const Tensor& zero_(const Tensor& x);
 [[nodiscard]] Tensor isinf(const Tensor& x);     // bool
 [[nodiscard]] Tensor isfinite(const Tensor& x);  // bool
 [[nodiscard]] Tensor logical_not(const Tensor& x);
-[[nodiscard]] Tensor bitwise_not(const Tensor& x);  // integers; the other one of bool
+[[nodiscard]] Tensor bitwise_not(const Tensor& x);  // integers; logical not for bool
 
 // ---- Elementwise, two and three inputs (ops/elementwise.cpp) -----------------------------------
 // Integers divided by zero (floor_divide, remainder, fmod) are a ValueError.
@@ -263,7 +263,7 @@ inline const Tensor& operator^=(const Tensor& a, const Tensor& b) { return a.bit
 inline const Tensor& operator&=(const Tensor& a, const Scalar& b) { return a.bitwise_and_(b); }
 inline const Tensor& operator|=(const Tensor& a, const Scalar& b) { return a.bitwise_or_(b); }
 inline const Tensor& operator^=(const Tensor& a, const Scalar& b) { return a.bitwise_xor_(b); }
-// Element by element, as the functions: x == y is a tensor of bool, x.is(y) whether both are one.
+// Elementwise, as the functions: x == y is a bool tensor, x.is(y) whether both are the same tensor.
 [[nodiscard]] inline Tensor operator==(const Tensor& a, const Tensor& b) { return eq(a, b); }
 [[nodiscard]] inline Tensor operator==(const Tensor& a, const Scalar& b) { return eq(a, b); }
 [[nodiscard]] inline Tensor operator==(const Scalar& a, const Tensor& b) { return eq(b, a); }
@@ -298,11 +298,11 @@ enum class Gelu { kNone, kTanh };  // erf, or the tanh approximation that GPT-2 
 [[nodiscard]] Tensor selu(const Tensor& x);                   // Klambauer et al. 2017
 [[nodiscard]] Tensor mish(const Tensor& x);                   // x tanh(softplus(x)), Misra 2019
 [[nodiscard]] Tensor hardswish(const Tensor& x);              // x clamp(x + 3, 0, 6) / 6
-// x where it is positive, else weight * x. weight: [1], or [C] where x is [N, C, ...] or [C].
+// x if it is positive, else weight * x. weight: [1], or [C] for x of [N, C, ...] or [C].
 [[nodiscard]] Tensor prelu(const Tensor& x, const Tensor& weight);
 
 // ---- Reductions (ops/reduce.cpp) ---------------------------------------------------------------
-// Of no elements: sum 0, prod 1, mean NaN, any false, all true; an extremum is an error.
+// Without elements: sum 0, prod 1, mean NaN, any false, all true; an extremum is an error.
 
 [[nodiscard]] Tensor sum(const Tensor& x, const Shape& dims = {}, bool keepdim = false,
                          std::optional<DType> dtype = {});  // integers and bool give i64
@@ -327,12 +327,13 @@ struct ValuesIndices {
 [[nodiscard]] ValuesIndices min(const Tensor& x, int64_t dim, bool keepdim = false);
 [[nodiscard]] Tensor argmax(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
 [[nodiscard]] Tensor argmin(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
-// The lower of the two in the middle; NaN where there is one. The gradient goes to all that equal
-// it, along a dimension to the one at the index.
+// The lower of the two middle elements; NaN if x has one. The gradient goes to all elements that
+// equal it, along a dimension to the one at the index.
 [[nodiscard]] Tensor median(const Tensor& x);
 [[nodiscard]] ValuesIndices median(const Tensor& x, int64_t dim, bool keepdim = false);
-// What a share q in [0, 1] of the elements lies below, between neighbours as `interpolation` says;
-// of q [Q] the result is [Q, ...]. q has x's dtype, a floating one; NaN where x has one.
+// The value below which a fraction q in [0, 1] of the elements lies, between neighbors as
+// `interpolation` says; for q [Q] the result is [Q, ...]. q has x's dtype, a floating one; NaN if x
+// has one.
 enum class Quantile { kLinear, kLower, kHigher, kMidpoint, kNearest };
 [[nodiscard]] Tensor quantile(const Tensor& x, double q, std::optional<int64_t> dim = {},
                               bool keepdim = false, Quantile interpolation = Quantile::kLinear);
@@ -348,7 +349,7 @@ enum class Quantile { kLinear, kLower, kHigher, kMidpoint, kNearest };
 [[nodiscard]] Tensor logsumexp(const Tensor& x, const Shape& dims, bool keepdim = false);
 [[nodiscard]] Tensor cumsum(const Tensor& x, int64_t dim);
 [[nodiscard]] Tensor cumprod(const Tensor& x, int64_t dim);
-// Running extrema and where they stand: the last of equals.
+// Running extrema and their indices: the last of equals.
 [[nodiscard]] ValuesIndices cummax(const Tensor& x, int64_t dim);
 [[nodiscard]] ValuesIndices cummin(const Tensor& x, int64_t dim);
 [[nodiscard]] Tensor softmax(const Tensor& x, int64_t dim);
@@ -360,7 +361,7 @@ enum class Quantile { kLinear, kLower, kHigher, kMidpoint, kNearest };
 [[nodiscard]] Tensor sum_to(const Tensor& x, const Shape& shape);
 
 // ---- Matrix products (ops/matmul.cpp) ----------------------------------------------------------
-// Operands of one dtype, which autocast gives them; f16 and bf16 are added up in f32.
+// Operands have one dtype, which autocast ensures; f16 and bf16 are accumulated in f32.
 
 [[nodiscard]] Tensor matmul(const Tensor& a,
                             const Tensor& b);  // torch's rules for 1-D, 2-D and batches
@@ -369,31 +370,31 @@ enum class Quantile { kLinear, kLower, kHigher, kMidpoint, kNearest };
 [[nodiscard]] Tensor outer(const Tensor& a, const Tensor& b);  // [M], [N] -> [M, N]
 // x: [..., in]; weight: [out, in]; bias: [out] or absent. x W^T + bias.
 [[nodiscard]] Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
-// residual + x W^T + bias: on a GPU the product adds it, and rounds once. residual: of the result's
-// shape and dtype.
+// residual + x W^T + bias: on a GPU the product adds the residual and rounds once. residual has the
+// result's shape and dtype.
 [[nodiscard]] Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                             const Tensor& residual);
 // beta * x + alpha * a b
 [[nodiscard]] Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b,
                            const Scalar& beta = 1, const Scalar& alpha = 1);
 [[nodiscard]] Tensor einsum(std::string_view equation, const TensorList& operands);
-// Sums over the last `dims` dimensions of a and the first of b, or over those that are listed.
+// Sums over the last `dims` dimensions of a and the first of b, or over the listed ones.
 [[nodiscard]] Tensor tensordot(const Tensor& a, const Tensor& b, int64_t dims = 2);
 [[nodiscard]] Tensor tensordot(const Tensor& a, const Tensor& b, const Shape& dims_a,
                                const Shape& dims_b);
-// Distances (sum |a_i - b_j|^p)^(1/p) of rows. a: [..., P, M]; b: [..., R, M]; [..., P, R]. p may
-// be 0 and infinity. kAuto: p = 2 of more than 25 rows is |a|^2 + |b|^2 - 2 a b, which costs a
-// matrix product, and digits where rows are close; else differences, in pieces of 4M numbers.
+// Distances (sum |a_i - b_j|^p)^(1/p) of rows. a: [..., P, M]; b: [..., R, M]; result [..., P, R].
+// p may be 0 and infinity. kAuto: for p = 2 and more than 25 rows it is |a|^2 + |b|^2 - 2 a b, a
+// matrix product, which loses digits if rows are close; else differences, in pieces of 4M numbers.
 enum class EuclideanProduct { kAuto, kAlways, kNever };
 [[nodiscard]] Tensor cdist(const Tensor& a, const Tensor& b, double p = 2,
                            EuclideanProduct product = EuclideanProduct::kAuto);
 
 // ---- Shape (ops/shape.cpp) ---------------------------------------------------------------------
-// Views share elements with x; reshape and flatten copy where no view is possible.
+// Views share memory with x; reshape and flatten copy if no view is possible.
 
 [[nodiscard]] Tensor detach(const Tensor& x);
 [[nodiscard]] Tensor view(const Tensor& x, const Shape& shape);
-[[nodiscard]] Tensor reshape(const Tensor& x, const Shape& shape);  // a view where it can be
+[[nodiscard]] Tensor reshape(const Tensor& x, const Shape& shape);  // a view if possible
 [[nodiscard]] Tensor flatten(const Tensor& x, int64_t start = 0, int64_t end = -1);
 [[nodiscard]] Tensor permute(const Tensor& x, const Shape& dims);
 [[nodiscard]] Tensor transpose(const Tensor& x, int64_t dim0, int64_t dim1);
@@ -409,11 +410,11 @@ enum class EuclideanProduct { kAuto, kAlways, kNever };
                            int64_t step = 1);  // Python's x[start:end:step]
 [[nodiscard]] Tensor as_strided(const Tensor& x, const Shape& shape, const Shape& strides,
                                 int64_t offset);
-// torch.Tensor.unfold: all windows x[i * step : i * step + size] of a dimension, the places inside
-// of them as a last one; a copy. (`unfold` is torch.nn.functional's, below.)
+// torch.Tensor.unfold: all windows x[i * step : i * step + size] of a dimension, with the positions
+// inside a window as a new last dimension; a copy. (`unfold` is torch.nn.functional's, below.)
 [[nodiscard]] Tensor unfold_dim(const Tensor& x, int64_t dim, int64_t size, int64_t step);
-// Coordinates of a grid with one axis a tensor, of 0 or 1 dimensions and one dtype: views.
-// kXy: the first two dimensions of the results change places.
+// Coordinates of a grid, one axis for each tensor of 0 or 1 dimensions and one dtype: views. kXy:
+// the first two dimensions of the results are exchanged.
 enum class Indexing { kIj, kXy };
 [[nodiscard]] TensorList meshgrid(const TensorList& tensors, Indexing indexing = Indexing::kIj);
 [[nodiscard]] TensorList split(const Tensor& x, int64_t size, int64_t dim = 0);
@@ -428,10 +429,10 @@ enum class Indexing { kIj, kXy };
                                        std::optional<int64_t> dim = {});
 [[nodiscard]] Tensor repeat_interleave(const Tensor& x, const Tensor& repeats,
                                        std::optional<int64_t> dim = {});
-// A diagonal of dimensions dim1 and dim2 as a last one: a view.
+// A diagonal of dimensions dim1 and dim2 as the last dimension: a view.
 [[nodiscard]] Tensor diagonal(const Tensor& x, int64_t offset = 0, int64_t dim1 = 0,
                               int64_t dim2 = 1);
-// x's last dimension on a diagonal of new dimensions dim1 and dim2, zeros beside it.
+// x's last dimension on a diagonal of new dimensions dim1 and dim2, zeros elsewhere.
 [[nodiscard]] Tensor diag_embed(const Tensor& x, int64_t offset = 0, int64_t dim1 = -2,
                                 int64_t dim2 = -1);
 [[nodiscard]] Tensor flip(const Tensor& x, const Shape& dims);
@@ -458,16 +459,16 @@ enum class Pad { kConstant, kReflect, kReplicate, kCircular };
                                bool accumulate = false);
 const Tensor& index_put_(const Tensor& x, const TensorList& indices, const Tensor& values,
                          bool accumulate = false);
-// Each place of x that the index names becomes the sum (product...) of what goes there, and of x's
-// own element where include_self. Integer means are rounded down. amax and amin: equals share the
-// gradient. Cost beyond a scatter_add: prod, amax and amin sort the index.
+// Each element of x that the index names becomes the sum (product...) of the sources assigned to
+// it, and of its old value with include_self. Integer means are rounded down. amax and amin: equals
+// share the gradient. Cost beyond a scatter_add: prod, amax and amin sort the index.
 enum class ScatterReduce : int { kSum, kProd, kMean, kAmax, kAmin };
 [[nodiscard]] Tensor scatter_reduce(const Tensor& x, int64_t dim, const Tensor& index,
                                     const Tensor& source, ScatterReduce reduce,
                                     bool include_self = true);
 [[nodiscard]] Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index,
                                const Tensor& source);
-// x with `value` in the lines that the index (of one dimension) names.
+// x with `value` in the slices that the 1-D index names.
 [[nodiscard]] Tensor index_fill(const Tensor& x, int64_t dim, const Tensor& index,
                                 const Scalar& value);
 [[nodiscard]] Tensor masked_select(const Tensor& x, const Tensor& mask);  // 1-D
@@ -477,18 +478,19 @@ enum class ScatterReduce : int { kSum, kProd, kMean, kAmax, kAmin };
 [[nodiscard]] ValuesIndices sort(const Tensor& x, int64_t dim = -1,
                                  bool descending = false);  // stable, NaN last
 [[nodiscard]] Tensor argsort(const Tensor& x, int64_t dim = -1, bool descending = false);
-// The distinct values in ascending order (whatever `sorted` says), or with `dim` the distinct lines
-// along it in lexicographic order, in time of a sort for each of their elements. NaN are distinct.
+// The distinct values in ascending order (whatever `sorted` says), or with `dim` the distinct
+// slices along it in lexicographic order, in time of a sort for each of their elements. NaN are
+// distinct.
 struct UniqueResult {
   Tensor values;
-  Tensor inverse;  // i64, where each element of x is found in values; undefined unless asked for
-  Tensor counts;   // i64, how often each value came; undefined unless asked for
+  Tensor inverse;  // i64, index in values of each element of x; undefined by default
+  Tensor counts;   // i64, number of occurrences of each value; undefined by default
 };
 [[nodiscard]] UniqueResult unique(const Tensor& x, bool sorted = true, bool return_inverse = false,
                                   bool return_counts = false, std::optional<int64_t> dim = {});
-// The number of elements of the sorted sequence below each value, or not above it where `right`.
-// sorted_sequence: [n], or [..., n] beside values [..., m]; sorter: its argsort, where it is not
-// sorted itself. A NaN comes last. dtype: i64 or i32.
+// The number of elements of the sorted sequence below each value, or not above it with `right`.
+// sorted_sequence: [n], or [..., n] for values [..., m]; sorter: its argsort, if it is not sorted
+// itself. A NaN comes last. dtype: i64 or i32.
 [[nodiscard]] Tensor searchsorted(const Tensor& sorted_sequence, const Tensor& values,
                                   bool right = false, const Tensor& sorter = {},
                                   DType dtype = kI64);
@@ -499,22 +501,22 @@ struct UniqueResult {
 [[nodiscard]] Tensor one_hot(const Tensor& x, int64_t num_classes = -1);
 
 // ---- Embedding and rotary positions (ops/embedding.cpp) ----------------------------------------
-// Rows of a table by index; pairs of features turned by position.
+// Rows of a table by index; rotary rotation of pairs of features by position.
 
 // index: any shape, i64 or i32; weight: [V, C]. Result [..., C]. Backward adds rows in index order.
 // The row padding_idx gets no gradient.
 [[nodiscard]] Tensor embedding(const Tensor& index, const Tensor& weight,
                                std::optional<int64_t> padding_idx = {});
-// embedding(index, weight) + other, of weight's dtype and broadcastable to the result: in one pass
-// where the rows of `other` repeat as those of positions do.
+// embedding(index, weight) + other, with weight's dtype and broadcastable to the result: in one
+// pass if the rows of `other` repeat, as those of positions do.
 [[nodiscard]] Tensor embedding_add(const Tensor& index, const Tensor& weight, const Tensor& other,
                                    std::optional<int64_t> padding_idx = {});
 enum class BagMode { kSum, kMean, kMax };
 struct EmbeddingBagOptions {
   BagMode mode = BagMode::kMean;
-  Tensor per_sample_weights = {};           // in the shape of index, for sums alone
+  Tensor per_sample_weights = {};           // in the shape of index, for sums only
   bool include_last_offset = false;         // the last offset is the end of the last bag
-  std::optional<int64_t> padding_idx = {};  // this row is no member of any bag
+  std::optional<int64_t> padding_idx = {};  // this row is in no bag
 };
 // Sums, means or maxima of rows of weight: [V, C]. index: [bags, n], or [n] with offsets [bags],
 // the ascending positions at which bags begin. Result [bags, C]; that of an empty bag is 0. The
@@ -531,7 +533,7 @@ struct EmbeddingBagOptions {
 // ---- Normalisation (ops/norm.cpp) --------------------------------------------------------------
 // Statistics are f32 (f64 for f64).
 
-// Normalises the last `normalized_shape.size()` dimensions. weight, bias: normalized_shape or
+// Normalizes the last `normalized_shape.size()` dimensions. weight, bias: normalized_shape or
 // absent.
 [[nodiscard]] Tensor layer_norm(const Tensor& x, const Shape& normalized_shape,
                                 const Tensor& weight = {}, const Tensor& bias = {},
@@ -545,8 +547,9 @@ struct EmbeddingBagOptions {
                                 const Tensor& running_var, const Tensor& weight = {},
                                 const Tensor& bias = {}, bool training = false,
                                 double momentum = 0.1, double eps = 1e-5);
-// x: [N, C, ...] with at least one more dimension: each channel of each sample is normalised alone.
-// Running statistics, where defined, are updated in place with use_input_stats and used without it.
+// x: [N, C, ...] with at least one more dimension: normalizes each channel of each sample by
+// itself. Running statistics, if defined, are updated in place with use_input_stats and used
+// without it.
 [[nodiscard]] Tensor instance_norm(const Tensor& x, const Tensor& running_mean = {},
                                    const Tensor& running_var = {}, const Tensor& weight = {},
                                    const Tensor& bias = {}, bool use_input_stats = true,
@@ -555,13 +558,13 @@ struct ResidualNorm {
   Tensor residual;    // x + residual
   Tensor normalized;  // layer_norm of it
 };
-// `s = x + residual; n = layer_norm(s)` in one pass, forward and backward. Of two dtypes the wider.
-// `drop`: with dropout(x, drop, true, stream) in x's place, in the same pass.
+// `s = x + residual; n = layer_norm(s)` in one pass, forward and backward. The result has the wider
+// dtype. `drop`: with dropout(x, drop, true, stream) instead of x, in the same pass.
 ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  const Shape& normalized_shape, const Tensor& weight = {},
                                  const Tensor& bias = {}, double eps = 1e-5, double drop = 0,
                                  std::optional<RandomStream> stream = {});
-// The same of rms_norm, as Llama's layers have it.
+// The same with rms_norm, as in Llama's layers.
 ResidualNorm residual_rms_norm(const Tensor& x, const Tensor& residual,
                                const Shape& normalized_shape, const Tensor& weight = {},
                                std::optional<double> eps = {});
@@ -589,8 +592,8 @@ struct CrossEntropyOptions {
 // has the logits' dtype, f32 under autocast. The softmax is not stored.
 [[nodiscard]] Tensor cross_entropy(const Tensor& logits, const Tensor& target,
                                    const CrossEntropyOptions& options = {});
-// As above for [N, C] and class indices; the gradient is written over the logits during forward
-// where they need none of their own value later. The logits must not be used afterwards.
+// As above for [N, C] and class indices; forward writes the gradient over the logits, unless they
+// are needed later. The logits must not be used afterwards.
 [[nodiscard]] Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target,
                                            int64_t ignore_index = -100);
 [[nodiscard]] Tensor nll_loss(const Tensor& log_probabilities, const Tensor& target,
@@ -613,26 +616,25 @@ struct CrossEntropyOptions {
 enum class KlReduction { kNone, kMean, kSum, kBatchMean };
 [[nodiscard]] Tensor kl_div(const Tensor& x, const Tensor& target,
                             KlReduction reduction = KlReduction::kMean, bool log_target = false);
-// Of counts: exp(x) - target x, or x - target log(x + eps) where x is no logarithm of the rate.
-// full: plus Stirling's approximation of log(target!) where target > 1.
+// target: counts. exp(x) - target x, or x - target log(x + eps) if x is the rate instead of its
+// logarithm. full: plus Stirling's approximation of log(target!) for target > 1.
 [[nodiscard]] Tensor poisson_nll_loss(const Tensor& x, const Tensor& target, bool log_input = true,
                                       bool full = false, double eps = 1e-8,
                                       Reduction reduction = Reduction::kMean);
 // (log(v) + (x - target)^2 / v) / 2 with v = max(var, eps), whose gradient is that of var itself,
 // as in torch. var: the shape of x, or that without the last dimension, which may also be 1. full:
-// plus log(2 pi) / 2. A negative variance is a ValueError, for which its least element is read.
+// plus log(2 pi) / 2. A negative variance is a ValueError, for which the host reads its minimum.
 [[nodiscard]] Tensor gaussian_nll_loss(const Tensor& x, const Tensor& target, const Tensor& var,
                                        bool full = false, double eps = 1e-6,
                                        Reduction reduction = Reduction::kMean);
-// max(d(anchor, positive) - d(anchor, negative) + margin, 0), d the p-norm of the difference plus
-// eps over the last dimension. swap: d(positive, negative) where that is nearer (Balntas et al.
-// 2016). Inputs broadcast: [..., C].
+// max(d(anchor, positive) - d(anchor, negative) + margin, 0), where d is the p-norm of the
+// difference plus eps over the last dimension. swap: d(positive, negative) if that is smaller
+// (Balntas et al. 2016). Inputs broadcast: [..., C].
 [[nodiscard]] Tensor triplet_margin_loss(const Tensor& anchor, const Tensor& positive,
                                          const Tensor& negative, double margin = 1, double p = 2,
                                          double eps = 1e-6, bool swap = false,
                                          Reduction reduction = Reduction::kMean);
-// x1, x2: [N, C] or [C]; target: [N] or [] of 1 and -1. 1 - cos where it is 1, max(cos - margin, 0)
-// where it is -1.
+// x1, x2: [N, C] or [C]; target: [N] or [] of 1 and -1. 1 - cos for 1, max(cos - margin, 0) for -1.
 [[nodiscard]] Tensor cosine_embedding_loss(const Tensor& x1, const Tensor& x2, const Tensor& target,
                                            double margin = 0,
                                            Reduction reduction = Reduction::kMean);
@@ -640,9 +642,9 @@ enum class KlReduction { kNone, kMean, kSum, kBatchMean };
 // targets under all alignments. log_probs: [T, N, C] or [T, C], logarithms of probabilities
 // (log_softmax); targets: [N, S], or all targets in a row, [sum of target_lengths]; lengths: i64 or
 // i32, [N] or [], read on the host. kMean divides each loss by its target's length first. A target
-// that no alignment gives has an infinite loss; zero_infinity makes loss and gradient 0 then. As in
-// torch the gradient is meant to go into a log_softmax: by an element it is exp(log_prob) less the
-// probability of passing it. Made of ops, a few for each step on [N, 2 S + 1], whose results are
+// without an alignment has an infinite loss; zero_infinity makes loss and gradient 0 then. As in
+// torch the gradient is meant for a log_softmax: that of an element is exp(log_prob) minus the
+// probability of passing it. Composed of a few ops for each step on [N, 2 S + 1], whose results are
 // kept for backward.
 [[nodiscard]] Tensor ctc_loss(const Tensor& log_probs, const Tensor& targets,
                               const Tensor& input_lengths, const Tensor& target_lengths,
@@ -650,7 +652,7 @@ enum class KlReduction { kNone, kMean, kSum, kBatchMean };
                               bool zero_infinity = false);
 
 // ---- Convolution and pooling (ops/conv.cpp) ----------------------------------------------------
-// Floating dtypes, fp8 excepted.
+// For floating dtypes except fp8.
 
 // x: [N, C, L]; weight: [O, C / groups, K]; bias: [O] or absent. One value serves all dimensions.
 struct ConvOptions {
@@ -663,12 +665,12 @@ struct ConvOptions {
                             const ConvOptions& options = {});
 [[nodiscard]] Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
                             const ConvOptions& options = {});
-// x: [N, C, D, H, W]. One conv2d of D output planes, whose channels are those of the kernel's
-// depth: x is copied once for each of its planes, and that is kept for backward.
+// x: [N, C, D, H, W]. Runs one conv2d of D output planes, whose channels include the kernel's
+// depth: x is copied once for each plane of the kernel, and the copy is kept for backward.
 [[nodiscard]] Tensor conv3d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
                             const ConvOptions& options = {});
-// The gradient of a convolution by its input as an op. weight: [C, O / groups, K]; the output has
-// (size - 1) stride - 2 padding + dilation (K - 1) + 1 + output_padding elements.
+// Transposed convolution: the gradient of a convolution by its input. weight: [C, O / groups, K];
+// the output has (size - 1) stride - 2 padding + dilation (K - 1) + 1 + output_padding elements.
 struct ConvTransposeOptions {
   Shape stride = {1};
   Shape padding = {0};
@@ -683,7 +685,8 @@ struct ConvTransposeOptions {
                                       const Tensor& bias = {},
                                       const ConvTransposeOptions& options = {});
 // x: [N, C, H, W] or [C, H, W] (max_pool1d: [N, C, W] or [C, W]). Empty stride: the kernel size.
-// Indices are positions in the plane of H * W; the first of equals, before all the last NaN.
+// Indices are positions in the plane of H * W; the first of equals, but the last NaN if there is
+// one.
 [[nodiscard]] Tensor max_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
                                 const Shape& padding = {0}, const Shape& dilation = {1},
                                 bool ceil_mode = false);
@@ -708,15 +711,15 @@ struct ConvTransposeOptions {
                                 bool count_include_pad = true);
 [[nodiscard]] Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size);
 // Sizes of the spatial dimensions, or factors. kLinear: torch's linear, bilinear and trilinear, by
-// the number of those dimensions; corners are centres of pixels where align_corners.
+// the number of those dimensions; with align_corners corners are centers of pixels.
 enum class Interpolation { kNearest, kLinear };
 [[nodiscard]] Tensor interpolate(const Tensor& x, const Shape& size,
                                  std::span<const double> scale_factor = {},
                                  Interpolation mode = Interpolation::kNearest,
                                  bool align_corners = false);
-// x at the places of a grid, whose coordinates go from -1 to 1 over the plane, the last dimension's
-// first. x: [N, C, H, W]; grid: [N, OH, OW, 2]; or with a third dimension in both, [N, C, D, H, W]
-// and [N, OD, OH, OW, 3]. Returns [N, C, OH, OW].
+// Samples x at the points of a grid, whose coordinates range from -1 to 1 over the plane, the last
+// dimension's first. x: [N, C, H, W]; grid: [N, OH, OW, 2]; or with a third dimension in both, [N,
+// C, D, H, W] and [N, OD, OH, OW, 3]. Returns [N, C, OH, OW].
 enum class GridPadding { kZeros, kBorder, kReflection };
 [[nodiscard]] Tensor grid_sample(const Tensor& x, const Tensor& grid,
                                  Interpolation mode = Interpolation::kLinear,
@@ -726,7 +729,7 @@ enum class GridPadding { kZeros, kBorder, kReflection };
 // [N, C * KH * KW, L]. One value serves both dimensions.
 [[nodiscard]] Tensor unfold(const Tensor& x, const Shape& kernel_size, const Shape& dilation = {1},
                             const Shape& padding = {0}, const Shape& stride = {1});
-// Its transpose: columns are added up to [N, C, *output_size].
+// The transpose of unfold: columns are added up to [N, C, *output_size].
 [[nodiscard]] Tensor fold(const Tensor& x, const Shape& output_size, const Shape& kernel_size,
                           const Shape& dilation = {1}, const Shape& padding = {0},
                           const Shape& stride = {1});
@@ -735,10 +738,10 @@ enum class GridPadding { kZeros, kBorder, kReflection };
 // softmax(query key^T * scale + mask) value.
 
 struct AttentionOptions {
-  Tensor mask = {};  // bool (true takes part) or additive, broadcastable to [B, H, T, S]
+  Tensor mask = {};  // bool (true: visible) or additive, broadcastable to [B, H, T, S]
   // i64 or i32 [B], instead of a mask: sample b has keys 0..lengths[b] - 1, at least one; the
-  // others are padding, which nobody sees and which costs no time. An IndexError where one is not
-  // in [1, S], for lengths on a GPU at its next synchronisation.
+  // others are padding, which is hidden and skipped. An IndexError if one is not in [1, S], for
+  // lengths on a GPU at its next synchronization.
   Tensor lengths = {};
   double dropout = 0;
   bool causal = false;
@@ -761,18 +764,18 @@ struct AttentionOptions {
 [[nodiscard]] Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                  Gelu approximate = Gelu::kTanh);
 // linear(linear_gelu(x, weight, bias, approximate), out_weight, out_bias), a transformer's MLP.
-// Keeps what GELU was applied to and, on a GPU, its result, which a CPU makes again in backward. As
-// one op, so that a GPU's library can make GELU's gradient and that of `bias` within the product
-// that goes back through out_weight (core/gemm_options.h). weight: [inner, in]; out_weight: [out,
-// inner]; biases may be undefined. With a residual, of the result's shape and dtype, its sum with
-// it, as linear() has it.
+// Keeps GELU's input and, on a GPU, its result, which a CPU recomputes in backward. It is one op so
+// that a GPU's library can calculate GELU's gradient and that of `bias` within the product that
+// goes back through out_weight (core/gemm_options.h). weight: [inner, in]; out_weight: [out,
+// inner]; biases may be undefined. A residual of the result's shape and dtype is added, as in
+// linear().
 [[nodiscard]] Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                         const Tensor& out_weight, const Tensor& out_bias,
                                         Gelu approximate = Gelu::kTanh,
                                         const Tensor& residual = {});
 // cross_entropy(linear(x, weight), target) in chunks of rows: the logits [N, V] are never whole in
-// memory, and forward calculates the gradients. x: [N, C]; weight: [V, C]; target: [N]. Those have
-// no derivatives of their own: twice_differentiable takes the composed form, with whole logits.
+// memory, and forward calculates the gradients. x: [N, C]; weight: [V, C]; target: [N]. This form
+// has no second derivatives; twice_differentiable takes the composed form, with whole logits.
 [[nodiscard]] Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight,
                                           const Tensor& target, int64_t ignore_index = -100,
                                           Reduction reduction = Reduction::kMean,

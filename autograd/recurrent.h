@@ -1,5 +1,5 @@
-// A direction of a layer of an LSTM, a GRU or an RNN over all steps of its sequences: what
-// nn/recurrent/recurrent.h is made of. Order of gates, formulas and values are torch's.
+// One direction of a layer of an LSTM, a GRU or an RNN over all steps of its sequences, for
+// nn/recurrent/recurrent.h. Order of gates, formulas and values are torch's.
 //
 //     const Tensor x = randn({7, 2, 5}), weight_ih = randn({12, 5}), weight_hh = randn({12, 3}),
 //                  bias = zeros({12}), state = zeros({2, 3});
@@ -11,10 +11,10 @@
 // under autocast all are read in its dtype. Throws ShapeError, DTypeError.
 //
 // On the CPU lstm_layer and gru_layer are one op with one product for all gates and steps of x, one
-// for each step and one pass over its gates (core/kernels/recurrent/recurrent.h); for backward it
-// keeps x, the weights, the output, the gates and (LSTM) the cells, (GRU) the recurrent sums of the
-// new gate. Its second derivatives are those of the ops it stands for, which are also what a GPU
-// runs, an LSTM with a projection and rnn_layer.
+// product for each step and one pass over its gates (core/kernels/recurrent/recurrent.h). Backward
+// needs x, the weights, the output, the gates and (LSTM) the cells, (GRU) the recurrent sums of the
+// new gate. Second derivatives use the composed ops, which a GPU, an LSTM with a projection and
+// rnn_layer always run.
 #pragma once
 
 #include <vector>
@@ -24,7 +24,7 @@
 namespace tessera {
 
 struct RecurrentSteps {
-  // Of a packed x: how many sequences reach each step; descends from N. Empty: x is [L, N, in].
+  // For a packed x: how many sequences reach each step, descending from N. Empty: x is [L, N, in].
   std::vector<int64_t> batch_sizes = {};
   bool reverse = false;  // from each sequence's last step to its first
 };
@@ -40,8 +40,8 @@ RecurrentLayer lstm_layer(const Tensor& x, const Tensor& weight_ih, const Tensor
                           const Tensor& bias_ih, const Tensor& bias_hh, const Tensor& hidden,
                           const Tensor& cell, const RecurrentSteps& steps = {},
                           const Tensor& weight_hr = {});
-// Gates: reset, update, new. The reset gate multiplies the recurrent sum of the new one, its bias
-// included.
+// Gates: reset, update, new. The reset gate multiplies the recurrent sum of the new gate, including
+// its bias.
 RecurrentLayer gru_layer(const Tensor& x, const Tensor& weight_ih, const Tensor& weight_hh,
                          const Tensor& bias_ih, const Tensor& bias_hh, const Tensor& hidden,
                          const RecurrentSteps& steps = {});

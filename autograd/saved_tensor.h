@@ -1,4 +1,4 @@
-// A tensor kept for backward, with the check that nobody wrote to it since.
+// A tensor saved for backward, with a check that it was not written since.
 #pragma once
 
 #include <any>
@@ -12,14 +12,14 @@
 
 namespace tessera {
 
-// torch's name of the form of an op that writes its first input: "mul_" of "mul".
+// torch's name of the in-place form of an op: "mul_" for "mul".
 std::string in_place_name(std::string_view op);
 
 struct SavedTensorHookPair {
   SavedTensorHooks::Pack pack;
   SavedTensorHooks::Unpack unpack;
 };
-// The hooks in force in the current context, innermost last.
+// The active hooks of the current context, innermost last.
 struct SavedTensorHookStack {
   std::vector<std::shared_ptr<SavedTensorHookPair>> hooks;
 };
@@ -27,13 +27,13 @@ struct SavedTensorHookStack {
 class SavedTensor {
  public:
   SavedTensor() = default;
-  // Keeps elements, not history: a saved output must not hold the node that made it. A leaf is
-  // kept as itself, so that second derivatives reach it.
+  // Keeps elements, not history: a saved output must not hold the node that made it. A leaf is kept
+  // itself, so that second derivatives reach it.
   explicit SavedTensor(const Tensor& tensor);
 
   bool defined() const { return kept_.defined() || packed_.has_value(); }
-  // Gives the tensor back with `history` as its past where grad mode is on. Throws AutogradError
-  // where its elements were written since; `op` and `what` ("input 1") go into the text.
+  // Returns the tensor with `history` as its past if grad mode is on. Throws AutogradError if its
+  // elements were written since; `op` and `what` ("input 1") appear in the text.
   Tensor unpack(const Edge& history, const Op& op, const char* what, int index) const;
   void reset();
 
@@ -44,8 +44,8 @@ class SavedTensor {
   std::any packed_;
 };
 
-// What forward kept of its own for backward: passes the hooks, and may be written meanwhile, as it
-// is nobody else's.
+// A tensor that forward made for backward: it goes through the hooks, but has no version check,
+// since nobody else has it.
 class SavedExtra {
  public:
   explicit SavedExtra(const Tensor& tensor);
