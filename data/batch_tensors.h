@@ -1,6 +1,6 @@
-// The tensors inside a batch, whatever it is made of: Tensor, optional, pair, tuple, array, vector,
-// map and what they contain, and structs that say what they hold by visit_tensors, as modules'
-// arguments do. Numbers and strings are passed over.
+// Finds the tensors inside a batch: Tensor, optional, pair, tuple, array, vector, map and what they
+// contain, and structs that list their tensors by visit_tensors, as modules' arguments do. Numbers
+// and strings are ignored.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ namespace tessera::data {
 
 struct BatchTensors {
   std::vector<Tensor*> tensors;  // the defined ones, in order
-  // A type that holds something and does not say what; null: all was seen.
+  // The name of a type whose tensors are unknown; null if all are known.
   const std::type_info* opaque = nullptr;
 
   template <class T>

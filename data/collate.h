@@ -1,22 +1,22 @@
-// From examples to a batch.
+// Makes a batch from examples.
 //
 // collate(examples) stacks: tensors get a new first dimension, numbers become a tensor of one
 // dimension, strings a list; pairs, tuples, arrays and structs are collated field by field. A
-// struct says what it holds as it does for modules, and its fields must be tensors or such structs:
+// struct lists its fields as it does for modules; they must be tensors or such structs:
 //
 //     struct Pair {
 //       Tensor inputs, targets;
 //       void visit_tensors(auto&& visit) { visit(inputs), visit(targets); }
 //     };
 //
-// A type that is not made of tensors, or that needs padding, brings its own rule:
+// A type that is not made of tensors, or that needs padding, defines its own rule:
 //
 //     template <>
 //     struct tessera::data::Collate<Sentence> {
 //       static Encoded batch(std::span<Sentence> examples);
 //     };
 //
-// And a loader may be given one of its own, torch's collate_fn (data/dataloader.h).
+// A loader may also be given a function, torch's collate_fn (data/dataloader.h).
 #pragma once
 
 #include <array>

@@ -4,25 +4,25 @@
 //     for (auto& batch : loader) train(batch.inputs, batch.targets);   // one epoch
 //
 // The order is a pure function of (seed, epoch, position), whatever the number of workers. cursor()
-// counts samples of whole epochs over all ranks and includes the batch in hand: a run that stops
+// counts samples of whole epochs over all ranks and includes the current batch: a run that stops
 // after an optimizer step and resumes from cursor() sees exactly the batches that it would have
-// seen. So are the random numbers that examples draw: see example_place.h.
+// seen. The same holds for the random numbers that examples draw: see example_place.h.
 //
-// Loops and epochs: a loop runs to the end of the epoch; the next loop is the next epoch. A loop
-// that is left early gives up the rest of its epoch. The first loop after set_cursor() or
-// load_state_dict() starts at the cursor. next() needs no loop and crosses epochs. There is one
-// loop over a loader at a time: a second one inside of it is an error.
+// A loop runs to the end of the epoch; the next loop is the next epoch. Leaving a loop early
+// abandons the rest of its epoch. The first loop after set_cursor() or load_state_dict() starts at
+// the cursor. next() needs no loop and crosses epochs. There is one loop over a loader at a time: a
+// second one inside of it is an error.
 //
-// Resuming: load_state_dict() puts the loader where it was, so nothing is to be skipped. A state
-// saved at an epoch's last batch is the next epoch's start.
+// load_state_dict() restores the loader's place, so nothing has to be skipped. A state saved at an
+// epoch's last batch is the next epoch's start.
 //
-// Devices: with options.device, or set_device(), the tensors of a batch are those of that GPU. The
-// workers copy what they make, through page-locked memory and on a stream of its own, so that
-// workers * prefetch batches wait there; the consumer's stream waits for a copy, the consumer never
-// does. Without workers a batch is copied when it is asked for, as is one that a relay brings.
+// With options.device, or set_device(), the tensors of a batch are on that GPU. The workers copy
+// them through page-locked memory and on a separate stream, so that workers * prefetch batches are
+// ready there; the consumer's stream waits for a copy, the consumer does not. Without workers a
+// batch is copied when it is requested, and so is one that a relay brings.
 //
-// Errors: what a worker throws is rethrown in the consumer's turn for that batch, with the index of
-// the example before its message (an exception that is no tessera::Error becomes one, with the
+// An exception of a worker is rethrown when the consumer reaches that batch, with the index of the
+// example before its message (an exception that is not a tessera::Error becomes one, with the
 // original nested). The cursor stays before the failed batch; next() tries it again.
 #pragma once
 
@@ -51,39 +51,39 @@
 
 namespace tessera::data {
 
-// In place of a batch size: what the data set gives are batches that are made already, torch's
-// batch_size=None. They come as they are, or through a collate function of the loader's own, which
-// gets one at a time; each is as many rows as the first dimension of its first tensor says.
-// Positions, sizes and shuffling then count batches.
+// Instead of a batch size: the data set's examples are complete batches, torch's batch_size=None.
+// They are returned unchanged, or one by one through the loader's own collate function; each counts
+// as many rows as the first dimension of its first tensor. Positions, sizes and shuffling then
+// count batches.
 inline constexpr int64_t kNoBatching = std::numeric_limits<int64_t>::min();
 
 struct DataLoaderOptions {
   int64_t batch_size = 1;  // or kNoBatching
   bool shuffle = false;    // RandomSampler, else SequentialSampler
-  // Of the shuffling and of what examples draw. Without one the seed that the Context has when the
-  // loader is made: that of manual_seed(). Ranks that share the loader then take rank 0's.
+  // The seed of shuffling and of what examples draw. Without one the Context's seed when the loader
+  // is made, that of manual_seed(). Ranks that share the loader then take rank 0's.
   std::optional<uint64_t> seed = {};
-  bool drop_last = false;  // leave out a last batch of fewer examples
-  // Threads that make batches. 0: the consumer makes them when it asks. More than there are batches
-  // are not started. Each calculates with one thread.
+  bool drop_last = false;  // skips a last batch of fewer examples
+  // Threads that make batches. 0: the consumer makes them on request. At most one is started for
+  // each batch. Each computes with one thread.
   int workers = 0;
-  int64_t prefetch = 2;  // batches made or waiting for each worker
-  // Where the tensors of the batches are to be. DeviceError where there is no such GPU.
+  int64_t prefetch = 2;  // batches being made or waiting, for each worker
+  // The device of the batches' tensors. DeviceError if there is no such GPU.
   Device device = kCpu;
-  // Batches that stay on the CPU lie in page-locked memory, for copies of one's own
-  // (core/factory/pinned.h). DeviceError where there is no GPU.
+  // Batches that stay on the CPU are in page-locked memory, for your own copies
+  // (core/factory/pinned.h). DeviceError if there is no GPU.
   bool pin_memory = false;
 };
 
 struct LoaderCursor {
   int64_t epoch = 0;
-  int64_t position = 0;  // samples of this epoch that were handed out, over all ranks
+  int64_t position = 0;  // samples of this epoch returned so far, over all ranks
   friend bool operator==(const LoaderCursor&, const LoaderCursor&) = default;
 };
 
 class LoaderBase;
 
-// Follows the loops over a loader: which of several is being read, and which batch is in hand.
+// Observes the loops over loaders: which loader is active, and its current batch.
 class LoaderObserver {
  public:
   virtual ~LoaderObserver() = default;
@@ -93,7 +93,7 @@ class LoaderObserver {
   virtual void loader_gone(LoaderBase& loader) noexcept = 0;
 };
 
-// What all loaders share: cursor, epochs, workers.
+// The part that all loaders share: cursor, epochs, workers.
 class LoaderBase {
  public:
   virtual ~LoaderBase();
@@ -104,62 +104,62 @@ class LoaderBase {
   // ValueError for a negative field or a position beyond the epoch.
   void set_cursor(const LoaderCursor& cursor);
 
-  // The next loop is that of `epoch`, from its start; from the loaded position where a state of
+  // The next loop is that of `epoch`, from its start; or from the loaded position, if a state of
   // this epoch was loaded and not used yet, so that a loop over epochs may call it after a load.
   void set_epoch(int64_t epoch);
-  // The next loop leaves out its first `batches` batches; those after it do not. An index source
-  // does it in O(1), a stream reads over them. ConfigError after a load that has put the loader
-  // into the middle of an epoch, which is to skip twice.
+  // Only the next loop skips its first `batches` batches. An index source does it in O(1), a stream
+  // reads over them. ConfigError after a load into the middle of an epoch, where it would skip
+  // twice.
   void skip_batches(int64_t batches);
 
-  // epoch, position, and what they rely on: the number of examples and the seed.
+  // epoch, position, and their context: the number of examples and the seed.
   StateDict state_dict() const;
-  // ConfigError where the data set's size, the seed or (for a stream read by parts) the number of
-  // ranks differ: the order would be another.
+  // ConfigError if the data set's size, the seed or (for a stream read by parts) the number of
+  // ranks differ, since the order would be another.
   void load_state_dict(const StateDict& state);
 
   const DataLoaderOptions& options() const { return options_; }
-  uint64_t seed() const { return seed_; }  // options().seed, or what took its place
-  // Of what examples draw, from the cursor on. An IndexedLoader's set_shuffle_seed() is both.
+  uint64_t seed() const { return seed_; }  // options().seed, or its replacement
+  // The seed of what examples draw, from the cursor on. An IndexedLoader's set_shuffle_seed() sets
+  // both.
   void set_seed(uint64_t seed);
 
   // ---- Sizes, over all ranks
   virtual int64_t dataset_size() const = 0;  // examples; -1 for a stream
-  // Samples in a turn of all ranks; 0 where turns differ (a batch sampler).
+  // Samples in one batch of all ranks; 0 if that varies (a batch sampler).
   virtual int64_t total_batch_size() const = 0;
-  // Samples of the last turn where it is not full: 0 where it is, or where it is left out, or
-  // where sizes are not known.
+  // Samples of the last batch of all ranks if it is not full; 0 if it is full or dropped, or if
+  // sizes are not known.
   int64_t remainder() const;
 
   // ---- The batch in hand
-  int64_t batch_rows() const { return current_rows_; }  // examples in it; 0 where there is none
-  // The first so many rows count. The others were read before in this epoch and fill the batch up,
-  // so that all ranks have equally many rows.
+  int64_t batch_rows() const { return current_rows_; }  // examples in it; 0 without a batch
+  // The number of leading rows that count. The others were read before in this epoch and fill the
+  // batch up, so that all ranks have equal numbers of rows.
   int64_t batch_samples() const { return current_samples_; }
-  // Ranks that have a batch in this turn: the first so many of those that share the loader. More
-  // than there are: all. A stream does not know, and says all.
+  // The number of ranks that have a batch at this position: the first ones of those that share the
+  // loader. A larger number means all. A stream does not know, and returns all.
   virtual int64_t ranks_in_turn() const { return IndexSource::kAllRanks; }
-  // Whether it is this rank's last of its epoch. A stream knows only where it looks ahead.
+  // Whether it is this rank's last of its epoch. A stream knows only if it looks ahead.
   bool batch_is_last() const { return current_ != nullptr && (known_last_ || is_last_by_index()); }
-  // A stream hands out a batch when it has read enough to know whether another follows.
+  // A stream returns a batch when it has read enough to know whether another follows.
   void set_look_ahead(bool value) { look_ahead_ = value; }
 
   bool in_loop() const { return in_loop_; }  // between begin() and the end of its iterator
 
-  // The loader keeps no observer alive. set_observer() replaces its own one (null: by nobody) and
-  // leaves those that were added.
+  // The loader does not own observers. set_observer() replaces its own one (null: none) and keeps
+  // those that were added.
   void set_observer(const std::shared_ptr<LoaderObserver>& observer) { observer_ = observer; }
   std::shared_ptr<LoaderObserver> observer() const { return observer_.lock(); }
   void add_observer(const std::shared_ptr<LoaderObserver>& observer);
   void remove_observer(const LoaderObserver& observer);
   std::vector<std::shared_ptr<LoaderObserver>> observers() const;
 
-  // The tensors of batches are on `device`, from the cursor on: those made ahead are given up.
-  // UnsupportedError, in the turn of the batch, for batches that do not say which tensors they hold
-  // (data/batch_tensors.h).
+  // Puts the tensors of batches on `device`, from the cursor on: batches made ahead are discarded.
+  // UnsupportedError, at the batch, for batches whose tensors are unknown (data/batch_tensors.h).
   void set_device(const Device& device);
 
-  // From the cursor on, batches come through it. Null: from here.
+  // From the cursor on, batches come through the relay. Null: from this loader.
   void set_relay(std::shared_ptr<BatchRelay> relay);
   const std::shared_ptr<BatchRelay>& relay() const { return relay_; }
 
@@ -167,29 +167,29 @@ class LoaderBase {
   // ValueError: batch size, workers or prefetch out of range.
   explicit LoaderBase(const DataLoaderOptions& options);
 
-  virtual int64_t epoch_size() const = 0;  // what positions count, -1 if unknown
+  virtual int64_t epoch_size() const = 0;  // in units of positions, -1 if unknown
   virtual int64_t position_after(int64_t position, int64_t batches) const = 0;
   virtual std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const = 0;
   virtual int workers_for(int64_t position) const = 0;
   virtual bool is_last_by_index() const { return false; }
-  // Whether a state at `position` is one of an epoch that is over, on all ranks that share it.
+  // Whether a state at `position` belongs to an epoch that is over on all ranks that share it.
   virtual bool is_epoch_end(int64_t /*position*/) const { return false; }
-  // Whether this rank's end of an epoch is that of all.
+  // Whether this rank's end of an epoch is that of all ranks.
   virtual bool ends_with_all_ranks() const { return true; }
-  // The number of ranks that positions rely on; 0: any.
+  // The number of ranks that positions depend on; 0: any.
   virtual int64_t cursor_ranks() const { return 0; }
   virtual FindBatchTensors find_tensors() const = 0;
 
   void begin_loop();
   bool advance();   // false at the end of the epoch, which is then the next one's start
-  void end_loop();  // of an iterator that goes
-  void restart();   // gives up what was made ahead; batch in hand and cursor stay
-  int64_t turn_position() const { return turn_position_; }  // where the batch in hand began
+  void end_loop();  // when its iterator is destroyed
+  void restart();   // discards batches made ahead; current batch and cursor stay
+  int64_t turn_position() const { return turn_position_; }  // where the current batch began
   void* current() const { return current_.get(); }
   bool looks_ahead() const { return look_ahead_; }
 
  private:
-  // The cursor, or the next epoch's start where this epoch is over.
+  // The cursor, or the next epoch's start if this epoch is over.
   LoaderCursor resume_point() const;
   void start();
   void stop();
@@ -200,8 +200,8 @@ class LoaderBase {
   LoaderCursor cursor_;
   bool at_start_ = true;  // the next loop begins at the cursor, not with the next epoch
   bool loaded_ = false;   // the cursor is that of a state, and no loop has begun there
-  // The loop begins where a state was loaded: a stream knows that this was its end when it has read
-  // to it, and the loop is then the next epoch's.
+  // The loop begins at a loaded place: a stream that finds the end there makes it the next epoch's
+  // loop.
   bool may_be_over_ = false;
   bool running_ = false;
   bool in_loop_ = false;
@@ -230,11 +230,11 @@ class IndexedLoader : public LoaderBase {
   }
 
   const std::shared_ptr<const IndexSource>& source() const { return source_; }
-  // Takes effect from the cursor on: batches made ahead are given up. `others`: of ranks 1, 2...,
-  // whose batches this loader makes too, for a relay. ValueError without a source.
+  // Takes effect from the cursor on: batches made ahead are discarded. `others`: the sources of
+  // ranks 1, 2..., whose batches this loader makes too, for a relay. ValueError without a source.
   void set_source(std::shared_ptr<const IndexSource> source,
                   std::vector<std::shared_ptr<const IndexSource>> others = {});
-  // set_seed(), and shuffles by it. False, and nothing changes, where the order is not that of a
+  // set_seed(), also for shuffling. False, without a change, if the order is not that of a
   // RandomSampler, or is a rank's share of one.
   bool set_shuffle_seed(uint64_t seed);
 
@@ -263,10 +263,10 @@ template <class Example, class Batch>
 using Collator = std::function<Batch(std::span<Example> examples)>;
 
 namespace detail {
-// Inside a catch block: throws the exception on with the example's index in front.
+// Inside a catch block: rethrows the exception with the example's index in front.
 [[noreturn]] void rethrow_with_example(int64_t index, int64_t epoch);
 
-// A batch that has a field `int64_t valid` is told how many of its rows count.
+// Sets the number of rows that count in a batch that has a field `int64_t valid`.
 template <class Batch>
 void set_valid(Batch& batch, int64_t samples) {
   if constexpr (requires {
@@ -280,7 +280,8 @@ void set_valid(Batch& batch, int64_t samples) {
 inline int64_t batched_examples(const DataLoaderOptions& options) {
   return options.batch_size == kNoBatching ? 1 : options.batch_size;
 }
-// What makes the batches. ConfigError where batches are made already and are of another type.
+// The function that makes batches. ConfigError if examples are batches already and have another
+// type.
 template <class Example, class Batch>
 Collator<Example, Batch> collator_for(const DataLoaderOptions& options,
                                       Collator<Example, Batch> given) {
@@ -354,8 +355,8 @@ class BatchIterator {
 };
 }  // namespace detail
 
-// Loader of a Dataset. Of one loader there is one loop at a time. `collate`, the last argument,
-// makes the batches in place of the rules of data/collate.h:
+// Loader of a Dataset, with one loop at a time. `collate`, the last argument, makes the batches
+// instead of the rules of data/collate.h:
 //
 //     const auto with_size = [](std::span<data::TokenExample> examples) {
 //       const int64_t size = std::ssize(examples);
@@ -379,8 +380,8 @@ class DataLoader : public IndexedLoader {
              Collate collate = data::collate<Example>)
       : DataLoader(dataset, default_sampler(dataset->size(), options), options,
                    std::move(collate)) {}
-  // Another order: options.shuffle is not looked at. The sampler may be shorter or longer than the
-  // data set.
+  // Another order: options.shuffle is ignored. The sampler may be shorter or longer than the data
+  // set.
   DataLoader(DatasetPtr<Example> dataset, std::shared_ptr<const Sampler> sampler,
              const DataLoaderOptions& options = {}, Collate collate = data::collate<Example>)
       : IndexedLoader(
@@ -389,8 +390,8 @@ class DataLoader : public IndexedLoader {
                                           options.drop_last)),
         dataset_(std::move(dataset)),
         collate_(detail::collator_for<Example, Batch>(options, std::move(collate))) {}
-  // Batches of any sizes: options.shuffle and batch_size are not looked at, and drop_last only
-  // where ranks share the loader: it leaves out a last turn in which not every rank has a batch.
+  // Batches of any sizes: options.shuffle and batch_size are ignored, and drop_last matters only if
+  // ranks share the loader: it drops the last batches if not every rank has one.
   DataLoader(DatasetPtr<Example> dataset, std::shared_ptr<const BatchSampler> sampler,
              const DataLoaderOptions& options = {}, Collate collate = data::collate<Example>)
       : IndexedLoader(options, dataset->size(),
@@ -411,7 +412,8 @@ class DataLoader : public IndexedLoader {
   }
   std::default_sentinel_t end() const { return {}; }
 
-  // The next batch; nothing at the end of an epoch, after which the next call starts another.
+  // Returns the next batch; nothing at the end of an epoch, after which the next call starts
+  // another.
   std::optional<Batch> next() {
     if (!advance()) return std::nullopt;
     return std::move(*batch());
@@ -494,7 +496,7 @@ class DataLoader : public IndexedLoader {
   Collate collate_;
 };
 namespace detail {
-// The batch that a loader's function makes of examples of D.
+// The batch that a loader's function makes from examples of D.
 template <class D, class F>
 struct CollateResult {
   static_assert(std::is_invocable_v<F&, std::span<typename D::Example>>,
@@ -521,19 +523,20 @@ template <class D, class S, class F>
 DataLoader(std::shared_ptr<D>, std::shared_ptr<S>, const DataLoaderOptions&, F)
     -> DataLoader<typename D::Example, detail::CollatedBatch<D, F>>;
 
-// What one rank of several does with a stream. In a turn all ranks together read world_size *
-// batch_size examples of it: rank r has the r-th batch_size of them.
+// A rank's share of a stream. For each batch all ranks together read world_size * batch_size
+// examples of it: rank r has the r-th batch_size of them.
 struct StreamShare {
   int rank = 0;
   int world_size = 1;
   int64_t batch_size = 1;  // of one rank
-  // Of a last turn that is not full. kWrapAround fills it up with the stream's first examples.
+  // For the last batches of all ranks if they are not full. kWrapAround fills them up with the
+  // stream's first examples.
   Tail tail = Tail::kUneven;
-  bool for_all = false;  // makes the batches of the other ranks too, for a relay
-  // Reads only the parts rank, rank + world_size... of the stream, which may be of any lengths; all
-  // its examples are this rank's. Full turns are counted: the cursor moves by world_size *
-  // batch_size in each, and a run goes on with as many ranks. kWrapAround goes on for ever with the
-  // part's first examples, of which none counts: a relay knows when all ranks are done.
+  bool for_all = false;  // also makes the batches of the other ranks, for a relay
+  // Reads only the parts rank, rank + world_size... of the stream, which may have any lengths; all
+  // their examples are this rank's. The cursor moves by world_size * batch_size for each batch, so
+  // a run must resume on as many ranks. kWrapAround continues without end with the part's first
+  // examples, which do not count: a relay knows when all ranks are done.
   bool by_parts = false;
 };
 
@@ -566,7 +569,7 @@ class StreamLoaderBase : public LoaderBase {
   StreamShare share_;
 };
 
-// Loader of an IterableDataset. One worker at most reads ahead: the stream's order is the order.
+// Loader of an IterableDataset. At most one worker reads ahead, in the stream's order.
 // options.shuffle is refused. Resuming reads the stream again up to the cursor.
 template <class Example, class BatchType = BatchOf<Example>>
 class StreamLoader : public StreamLoaderBase {
@@ -624,7 +627,7 @@ class StreamLoader : public StreamLoaderBase {
       return position + ranks_ * turn();
     }
     MadeBatch make(int64_t position, int64_t next_position) override {
-      std::vector<std::optional<Example>> examples;  // of this turn; nothing for other ranks'
+      std::vector<std::optional<Example>> examples;  // at this position; nothing for other ranks'
       try {
         while (reached_ < next_position / ranks_ && !prefetch_is_stopping()) {
           std::optional<Example> example = take();
@@ -654,9 +657,9 @@ class StreamLoader : public StreamLoaderBase {
    private:
     int64_t turn() const { return share_.batch_size * share_.world_size; }
     bool fills_up() const { return share_.tail == Tail::kWrapAround; }
-    // Where an example stands: parts are read by any number of ranks, so each has its own count.
+    // The place of an example: parts are read by any number of ranks, so each has its own count.
     static int64_t in_part(int64_t part, int64_t position) { return (part << 40) + position; }
-    // Whether this rank needs the example at `at` of a turn.
+    // Whether this rank needs the example at `at` within the batch of all ranks.
     bool own(int64_t at) const { return share_.for_all || at / share_.batch_size == share_.rank; }
 
     std::optional<Example> take() {
@@ -685,8 +688,7 @@ class StreamLoader : public StreamLoaderBase {
       }
       return std::nullopt;
     }
-    // Reads as much as says which ranks have a batch in the next turn. What goes wrong here belongs
-    // to that turn.
+    // Reads enough to know which ranks have a next batch. Errors here belong to that batch.
     void look_ahead() {
       const int last_rank = share_.for_all ? share_.world_size - 1 : share_.rank;
       const int64_t needed = share_.tail == Tail::kDrop     ? turn()
@@ -734,7 +736,7 @@ class StreamLoader : public StreamLoaderBase {
         }
       }
       if (examples.empty()) return {};
-      // By parts each rank has its own turn at this position.
+      // By parts each rank has its own batch at this position.
       const int64_t first = in_part(share_.by_parts ? first_part_ : 0, position + begin);
       BatchShare share = detail::collate_share(collate_, examples, samples, is_batch_, seed_,
                                                {from_.epoch, first});
@@ -754,7 +756,7 @@ class StreamLoader : public StreamLoaderBase {
     int64_t read_ = 0;     // examples read of the open stream
     int64_t reached_ = 0;  // examples read, of this rank's parts
     std::unique_ptr<ExampleStream<Example>> stream_;
-    std::vector<Example> first_;  // of the epoch, to fill up with
+    std::vector<Example> first_;  // of the epoch, for filling up
     std::deque<Example> ahead_;
     std::exception_ptr error_;  // of what comes after ahead_
     bool ended_ = false;

@@ -1,4 +1,4 @@
-// Data sets of random access, and data sets made of others.
+// Data sets with random access, and combinations of them.
 //
 //     struct Digit { Tensor image, label; void visit_tensors(auto&& visit) {...} };
 //     class Digits : public Dataset<Digit> {
@@ -7,7 +7,7 @@
 //       Digit get(int64_t index) const override { ... }
 //     };
 //
-// Combinators share ownership of what they stand on.
+// Combinators share ownership of the data sets that they use.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +33,8 @@ class Dataset {
   using Example = ExampleType;
   virtual ~Dataset() = default;
   virtual int64_t size() const = 0;
-  // index in [0, size()). The workers of a loader call it at the same time. What it draws at random
-  // is the example's own, and example_place() says the epoch (example_place.h).
+  // index in [0, size()). The workers of a loader call it at the same time. Its random numbers
+  // belong to the example, and example_place() has the epoch (example_place.h).
   virtual Example get(int64_t index) const = 0;
 };
 
@@ -149,7 +149,7 @@ class ConcatDataset : public Dataset<Example> {
   std::vector<int64_t> ends_;
 };
 
-// f(example) in place of each example. f is called by several threads at once.
+// f(example) instead of each example. Several threads call f at once.
 template <class From, class Function>
 class MappedDataset : public Dataset<std::invoke_result_t<const Function&, From>> {
  public:
@@ -182,13 +182,14 @@ class IterableDataset {
  public:
   using Example = ExampleType;
   virtual ~IterableDataset() = default;
-  // A new pass. The same epoch gives the same examples in the same order.
+  // Starts a new pass. The same epoch gives the same examples in the same order.
   virtual std::unique_ptr<ExampleStream<Example>> open(int64_t epoch) const = 0;
 
-  // Parts that can be read apart (files, say), so that several ranks read without reading twice:
-  // rank r of n reads parts r, r + n... Together the parts have what open() has. 1: there are none.
+  // Parts that can be read independently, files for example, so that several ranks read without
+  // reading twice: rank r of n reads parts r, r + n... Together the parts are what open() reads. 1:
+  // there are none.
   virtual int64_t num_parts() const { return 1; }
-  // A new pass over `part` in [0, num_parts()).
+  // Starts a new pass over `part` in [0, num_parts()).
   virtual std::unique_ptr<ExampleStream<Example>> open_part(int64_t epoch, int64_t part) const {
     detail::check_index(part, 1, "IterableDataset");
     return open(epoch);

@@ -1,19 +1,19 @@
-// Batches on their way to a device.
+// Copies of batches to a device.
 //
 //     data::DeviceCopier copier(cuda(0));
 //     auto copy = copier.start(batch);   // a worker: the tensors are now those of the GPU
 //     copier.finish(copy, batch);        // the consumer: its stream waits for the copy,
 //                                        // and it does not
 //
-// Copies go through page-locked memory on a stream of their own, beside what the GPU calculates. A
-// DataLoader with a device does this in its workers, so that batches wait on the GPU.
+// Copies go through page-locked memory on a separate stream, while the GPU computes. A DataLoader
+// with a device does this in its workers, so that batches are ready on the GPU.
 //
-// [Note: batches across streams] Memory of a batch belongs to the copy stream, on which it is asked
-// for, written and used again. finish() makes the consumer's current stream wait for the event
-// behind the copies, and tells the allocator that this stream reads the memory: when the batch is
-// gone, its memory is handed out again only after that stream has come by. A batch that is never
-// finished is only ever touched by the copy stream. That stream is the device's and never ends, so
-// a batch may outlive the copier and the loader that it came from.
+// [Note: batches across streams] Memory of a batch belongs to the copy stream, on which it is
+// allocated, written and reused. finish() makes the consumer's current stream wait for the event
+// after the copies, and tells the allocator that this stream reads the memory: when the batch is
+// destroyed, its memory is reused only after that stream has reached this point. A batch that is
+// never finished is only used by the copy stream. That stream belongs to the device and never ends,
+// so a batch may outlive the copier and the loader that it came from.
 #pragma once
 
 #include <memory>
@@ -32,7 +32,7 @@ struct StreamHandle;
 
 namespace tessera::data {
 
-// UnsupportedError where a part of the batch does not say which tensors it holds.
+// UnsupportedError if a part of the batch does not list its tensors.
 void check_seen(const BatchTensors& found);
 
 template <class Batch>
@@ -45,19 +45,18 @@ std::vector<Tensor*> tensors_of(Batch& batch) {
 
 class DeviceCopier {
  public:
-  // kCpu: batches stay as they are, where they are. DeviceError for a GPU that is not there, and
-  // for meta.
+  // kCpu: batches are not copied. DeviceError for a missing GPU, and for meta.
   explicit DeviceCopier(const Device& device);
 
   const Device& device() const { return device_; }
 
-  // Happens when all copies of a start are made; null where nothing was.
+  // Recorded after all copies of a start; null if there were none.
   using Copy = std::shared_ptr<gpu::EventHandle>;
 
-  // Puts copies on the device in the place of the tensors of the host; those of the device stay.
-  // Returns at once. From any thread. DeviceError for a tensor of another device, OutOfMemory.
+  // Replaces host tensors by copies on the device; tensors on the device stay. Returns at once.
+  // From any thread. DeviceError for a tensor of another device, OutOfMemory.
   [[nodiscard]] Copy start_tensors(std::span<Tensor* const> tensors) const;
-  // Work that is queued from here on, on the current stream of this context, sees the copies.
+  // Later work on the current stream of this context sees the copies.
   void finish_tensors(const Copy& copy, std::span<Tensor* const> tensors) const;
 
   // The same for all tensors of a batch, as tensors_of().

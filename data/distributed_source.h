@@ -1,13 +1,13 @@
-// The share of one rank in the batches of an epoch.
+// One rank's share of the batches of an epoch.
 //
 //     data::DataLoader loader(dataset, {.batch_size = 8, .shuffle = true});
 //     loader.set_source(std::make_shared<data::DistributedBatchSource>(
 //         std::make_shared<data::RandomSampler>(dataset.size(), seed), 8,
 //         data::RankShare{.rank = 0, .world_size = 2}));
 //
-// In one turn all ranks together read a global batch: world_size * batch_size positions of the
-// sampler's order. The cursor is the number of samples that all ranks have read, so a run may go on
-// with another number of ranks or another batch size: the next global batch begins there.
+// For each batch all ranks together read a global batch: world_size * batch_size positions of the
+// sampler's order. The cursor is the number of samples that all ranks have read, so a run may
+// resume with another world size or batch size: the next global batch begins there.
 //
 // Every rank has its own source with the same sampler (same size, same seed) and no communication.
 #pragma once
@@ -21,22 +21,22 @@
 
 namespace tessera::data {
 
-// Who gets which positions of a global batch [p, p + world_size * batch_size).
+// Which rank gets which positions of a global batch [p, p + world_size * batch_size).
 enum class Deal : uint8_t {
   kBatches,  // round robin of whole batches: rank r reads p + r * batch_size and what follows
   kSamples,  // round robin of samples: rank r reads p + r, p + r + world_size... (torch's order)
 };
 
-// What becomes of a last global batch that is not full.
+// How a last global batch that is not full is handled.
 enum class Tail : uint8_t {
   // Filled up with the first samples of the epoch, so that all ranks have equally many: kBatches
   // fills every batch, kSamples only up to a multiple of world_size, as torch does. Some samples
   // count twice.
   kWrapAround,
-  // Everything once: the last batches differ in size, and a rank may have one batch less than
-  // another. Collectives then need join (or a last batch that is left out).
+  // Every sample once: the last batches differ in size, and a rank may have one batch less than
+  // another. Collectives then need join (or dropping the last batch).
   kUneven,
-  kDrop,  // left out on all ranks
+  kDrop,  // dropped on all ranks
 };
 
 struct RankShare {
@@ -48,12 +48,12 @@ struct RankShare {
 
 class DistributedBatchSource : public IndexSource {
  public:
-  // batch_size: of one rank. ValueError for a missing sampler, a batch size below 1 or a rank
-  // outside the world.
+  // batch_size is that of one rank. ValueError for a missing sampler, a batch size below 1 or a
+  // rank outside the world.
   DistributedBatchSource(std::shared_ptr<const Sampler> sampler, int64_t batch_size,
                          const RankShare& share);
-  // Takes sampler and batch size (of one rank) from a source for one process, and Tail::kDrop where
-  // it drops its last batch.
+  // Takes sampler and batch size (of one rank) from a source for one process, and Tail::kDrop if it
+  // drops its last batch.
   DistributedBatchSource(const BatchSource& source, RankShare share);
 
   int64_t size() const override { return sampler_->size(); }
@@ -78,9 +78,9 @@ class DistributedBatchSource : public IndexSource {
   RankShare share_;
 };
 
-// Whole batches of another source in turn: rank r reads batches r, r + world_size... What a batch
-// sampler's batches of different sizes need. kWrapAround completes the last turn with copies of the
-// epoch's first batches, of which no sample counts. share.deal is not looked at.
+// Distributes whole batches of another source: rank r reads batches r, r + world_size..., as needed
+// for a batch sampler's batches of different sizes. kWrapAround completes the last batches with
+// copies of the epoch's first ones, whose samples do not count. share.deal is ignored.
 class RoundRobinSource : public IndexSource {
  public:
   // ValueError for a missing source or a rank outside the world.

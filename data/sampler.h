@@ -1,7 +1,7 @@
-// Which examples come when: orders of a data set, and how they are cut into batches.
+// Orders of a data set's examples, and how they are divided into batches.
 //
-// An order is a pure function of (seed, epoch, position): nothing is drawn and nothing remembered,
-// so that any position of any epoch is known at once, on any rank, after any restart.
+// An order is a pure function of (seed, epoch, position) without state, so any position of any
+// epoch is known at once, on any rank, after any restart.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ class Sampler {
   virtual int64_t size() const = 0;  // samples in an epoch
   // The example at `position` in [0, size()) of `epoch`. Called by several threads at once.
   virtual int64_t index(int64_t epoch, int64_t position) const = 0;
-  // The examples at positions [begin, begin + out.size()): what index() says, faster.
+  // The examples at positions [begin, begin + out.size()), as index() but faster.
   virtual void indices(int64_t epoch, int64_t begin, std::span<int64_t> out) const;
 };
 
@@ -36,10 +36,10 @@ class SequentialSampler : public Sampler {
   int64_t size_;
 };
 
-// A permutation of [0, size) without a table: O(1) time and memory for any size. A generalised
-// Feistel network of 8 rounds (24 for sizes under 1024) over a grid of about
-// sqrt(size) x sqrt(size) cells, with cycle walking over the few cells beyond `size` (J. Black,
-// P. Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+// A permutation of [0, size) without a table: O(1) time and memory for any size. A generalized
+// Feistel network of 8 rounds (24 for sizes under 1024) over a grid of about sqrt(size) x
+// sqrt(size) cells, with cycle walking over the few cells beyond `size` (J. Black, P. Rogaway,
+// "Ciphers with Arbitrary Finite Domains", 2002).
 //
 class Permutation {
  public:
@@ -54,7 +54,7 @@ class Permutation {
   uint64_t keys_[kMaxRounds];
 };
 
-// Every example once an epoch, in another order each.
+// Every example once an epoch, in a different order each epoch.
 class RandomSampler : public Sampler {
  public:
   RandomSampler(int64_t size, uint64_t seed);
@@ -109,16 +109,15 @@ class WeightedOrderSampler : public Sampler {
   mutable std::vector<Kept> kept_;  // the latest last
 };
 
-// What a loader reads: an epoch cut into batches. Positions count samples of the whole epoch, over
-// all ranks: a cursor (epoch, position) is good for any number of ranks and any batch size. A
-// source for one rank of many hands out its share of each global batch and moves on by the global
-// batch.
+// The order that a loader reads: an epoch divided into batches. Positions count samples of the
+// whole epoch, over all ranks, so a cursor (epoch, position) is valid for any world size and batch
+// size. A source for one of several ranks returns its share of each global batch and advances by
+// the global batch.
 class IndexSource {
  public:
   virtual ~IndexSource() = default;
   virtual int64_t size() const = 0;  // samples in an epoch, over all ranks
-  // Position after the batch that starts at `position`; nothing where the epoch has no further
-  // batch.
+  // Position after the batch that starts at `position`; nothing if the epoch has no further batch.
   virtual std::optional<int64_t> next_position(int64_t position) const = 0;
   // The examples of the batch that starts at `position`, for this reader. Called by several threads
   // at once.
@@ -127,18 +126,18 @@ class IndexSource {
   virtual int64_t batches_after(int64_t position) const = 0;
   // Position after the next `batches` batches, or the end of the epoch.
   virtual int64_t position_after(int64_t position, int64_t batches) const;
-  // Of the batch that starts at `position`, the first `valid` examples count; those behind them
-  // were read before and fill it up. Larger than the batch: all of them.
+  // The first `valid` examples of the batch that starts at `position` count; the others were read
+  // before and fill it up. Larger than the batch: all count.
   virtual int64_t valid(int64_t /*position*/) const { return kAllValid; }
   static constexpr int64_t kAllValid = std::numeric_limits<int64_t>::max();
-  // Where row `row` of the batch that starts at `position` stands in the epoch's order: a number
-  // that no other example of the epoch has, the same for any number of ranks. Its random numbers
-  // are drawn by it (example_place.h). A source that hands out a rank's share overrides it.
+  // The place in the epoch's order of row `row` of the batch that starts at `position`: a number
+  // that no other example of the epoch has, the same for any world size. The example's random
+  // numbers follow from it (example_place.h). A source for one of several ranks overrides it.
   virtual int64_t order_position(int64_t position, int64_t row) const { return position + row; }
-  // Ranks that have a batch in the turn that starts at `position`: the first so many.
+  // The number of ranks that have a batch at `position`: the first ones.
   virtual int64_t ranks_at(int64_t /*position*/) const { return kAllRanks; }
   static constexpr int64_t kAllRanks = std::numeric_limits<int64_t>::max();
-  // Samples that all ranks read in a turn; 0 where that is not the same in all turns.
+  // Samples that all ranks read for each batch; 0 if that varies.
   virtual int64_t global_batch_size() const { return 0; }
 };
 
@@ -164,7 +163,7 @@ class BatchSource : public IndexSource {
   bool drop_last_;
 };
 
-// Batches of any sizes, in an order of their own: lengths sorted into buckets, a number of tokens
+// Batches of any sizes, in their own order: lengths sorted into buckets, or a number of tokens
 // instead of a number of examples.
 class BatchSampler {
  public:

@@ -1,12 +1,12 @@
-// A stream in random order, as far as a buffer reaches.
+// A stream shuffled within a buffer.
 //
 //     auto mixed = data::shuffle(stream, /*buffer_size=*/10'000, /*seed=*/1);
 //     auto pass = mixed->open(epoch);
 //
-// The buffer holds the next `buffer_size` examples of the source; each call hands out one of them,
-// chosen evenly, and the source's next takes its place. Every example comes once. An example comes
-// at most buffer_size - 1 places early; how late has no limit. The order is a pure function of the
-// source's order and (seed, epoch).
+// The buffer holds the next `buffer_size` examples of the source; each call returns one of them,
+// chosen uniformly, and the source's next example takes its place. Every example comes once. An
+// example comes at most buffer_size - 1 places early; how late has no limit. The order is a pure
+// function of the source's order and (seed, epoch).
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ class ShuffledDataset : public IterableDataset<Example> {
              buffer_size, ".");
   }
 
-  // Holds the source; the data set may go.
+  // Holds the source, so the data set may be destroyed.
   std::unique_ptr<ExampleStream<Example>> open(int64_t epoch) const override {
     return std::make_unique<Stream>(source_, buffer_size_, seed_, epoch);
   }

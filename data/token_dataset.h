@@ -1,4 +1,5 @@
-// Windows of a token sequence, for language models: inputs and the same ids one further as targets.
+// Windows of a token sequence for language models: inputs, and as targets the same ids shifted by
+// one.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +17,11 @@ struct TokenExample {
   void visit_tensors(auto&& visit) { visit(inputs), visit(targets); }
 };
 
-// The target that losses leave out (cross_entropy's default ignore_index).
+// The target that losses ignore (cross_entropy's default ignore_index).
 inline constexpr int64_t kIgnoreTarget = -100;
 
-// Windows at random places: the place is a pure function of (seed, step, row), uniform over the
-// sequence, so that a step sees the same windows on any number of ranks and after any restart.
+// Windows at random positions: the position is a pure function of (seed, step, row), uniform over
+// the sequence, so that a step has the same windows on any number of ranks and after any restart.
 //
 // As a Dataset it has steps * rows examples: example step * rows + row. Read it in order, with a
 // batch size of `rows` or a part of it.
@@ -36,7 +37,7 @@ class RandomWindows : public Dataset<TokenExample> {
 
   // Rows [first_row, first_row + rows) of a step, without a loader.
   TokenExample batch(int64_t step, int64_t rows, int64_t first_row = 0) const;
-  // Where the window of a row starts.
+  // The position of a row's window.
   int64_t start(int64_t step, int64_t row) const;
 
  private:
@@ -46,8 +47,8 @@ class RandomWindows : public Dataset<TokenExample> {
   int64_t rows_, steps_;
 };
 
-// The sequence from its first to its last id, each target once: windows side by side. The last one
-// is filled up with input 0 and target kIgnoreTarget. For measuring a loss over a whole text.
+// The sequence from its first to its last id, each target once, in consecutive windows. The last
+// one is filled up with input 0 and target kIgnoreTarget. For the loss over a whole text.
 class ConsecutiveWindows : public Dataset<TokenExample> {
  public:
   ConsecutiveWindows(TokenArray tokens, int64_t context);  // ValueError if context < 1
