@@ -1,4 +1,4 @@
-// The tape seen from outside: backward, grad, modes, hooks.
+// The public interface of autograd: backward, grad, modes, hooks.
 #pragma once
 
 #include <any>
@@ -38,7 +38,7 @@ class EnableGradGuard {
 };
 
 // ---- Backward ----------------------------------------------------------------------------------
-// Order, and with it every bit, follows from the forward calls alone (engine.h).
+// The order, and with it every bit, follows from the forward calls alone (engine.h).
 
 struct BackwardOptions {
   bool retain_graph = false;  // keep saved tensors for another backward
@@ -58,7 +58,7 @@ struct GradOptions {
   bool create_graph = false;
   bool allow_unused = false;  // undefined gradients instead of an error
 };
-// The gradients with respect to `inputs` (leaves or not); `.grad` is not touched.
+// The gradients with respect to `inputs` (leaves or not); `.grad` does not change.
 TensorList grad(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
                 std::span<const Tensor> gradients = {}, const GradOptions& options = {});
 TensorList grad(const Tensor& output, std::span<const Tensor> inputs, const Tensor& gradient = {},
@@ -69,28 +69,28 @@ TensorList grad(const Tensor& output, std::initializer_list<Tensor> inputs,
 TensorList grad(const Tensor& output, const Tensor& input, const Tensor& gradient = {},
                 const GradOptions& options = {});
 
-// Runs at the end of the backward that is under way on this thread (of the outermost one, where a
-// backward runs inside another). Throws AutogradError outside.
+// Runs the function at the end of this thread's current backward (the outermost one, if backwards
+// are nested). Throws AutogradError outside.
 void queue_backward_callback(std::function<void()> callback);
-// Contributions that the backward under way on this thread still owes to a leaf; 0 outside.
+// Contributions to a leaf that this thread's current backward has not made yet; 0 outside.
 int pending_contributions(const Tensor& leaf);
-// The number of the backward under way on this thread; one inside another has the number of the
-// outer one. 0 outside, and inside grad(), which touches no leaf.
+// The number of this thread's current backward; a nested one has the number of the outer one. 0
+// outside, and inside grad(), which changes no leaf.
 uint64_t current_backward();
-// Whether the backward under way on this thread leads to a leaf: its gradient has come or may still
-// come (it does not where an op on the way gives none). Known from the start. False outside.
+// Whether this thread's current backward leads to a leaf: its gradient has come or may still come
+// (not if an op on the path gives none). Known from the start. False outside.
 bool backward_reaches(const Tensor& leaf);
 
-// Gradients of `leaf` are kept in `main_grad` from now on: a backward that finds no `.grad` copies
-// its gradient there, converting the dtype, and `.grad` is then `main_grad` itself; later ones add
-// in place. zero_grad() forgets `.grad`, not main_grad. This is how gradients come to lie in one
-// flat buffer (`main_grad` is then raw::as_parameter of a view of it), or in a wider dtype than
-// their leaf. Undefined: none any more. Backward with create_graph passes it by. Throws ShapeError,
+// Keeps gradients of `leaf` in `main_grad` from now on: a backward that finds no `.grad` copies its
+// gradient there, converting the dtype, and `.grad` is then `main_grad` itself; later ones add in
+// place. zero_grad() forgets `.grad`, not main_grad. This puts gradients into one flat buffer
+// (`main_grad` is then raw::as_parameter of a view of it), or into a wider dtype than their leaf.
+// An undefined tensor turns it off. Backward with create_graph ignores it. Throws ShapeError,
 // AutogradError.
 void set_main_grad(const Tensor& leaf, const Tensor& main_grad);
 
 // ---- Hooks -------------------------------------------------------------------------------------
-// Those of one tensor run in the order of registration.
+// Hooks of one tensor run in the order of registration.
 
 class HookHandle {  // the hook stays until remove() is called
  public:
@@ -106,13 +106,13 @@ class HookHandle {  // the hook stays until remove() is called
 // Called with the gradient of `tensor` once it is complete; a defined result replaces it.
 HookHandle register_hook(const Tensor& tensor, std::function<Tensor(const Tensor&)> hook);
 // Called after `.grad` of a leaf was added to: once in each backward that brings it a gradient,
-// after the last contribution. A leaf that does not require grad yet has its hooks when it does.
+// after the last contribution. May be registered on a leaf that does not require grad yet.
 HookHandle register_post_accumulate_hook(const Tensor& leaf,
                                          std::function<void(const Tensor& leaf)> hook);
-void retain_grad(const Tensor& tensor);  // keep `.grad` of a tensor that is no leaf
+void retain_grad(const Tensor& tensor);  // keep `.grad` of a non-leaf tensor
 
-// Tensors that ops in the scope save for backward pass through `pack`; `unpack` gets them back
-// (offloading, recomputation, compression).
+// Tensors that ops in the scope save for backward pass through `pack`, and through `unpack` when
+// they are read (offloading, recomputation, compression).
 class SavedTensorHooks {
  public:
   using Pack = std::function<std::any(const Tensor&)>;
@@ -124,9 +124,9 @@ class SavedTensorHooks {
 };
 
 // ---- Looking for mistakes ----------------------------------------------------------------------
-// At a cost in time: for a run that went wrong.
+// Costs time; for debugging.
 
-// In the scope, forward calls are remembered and backward looks for NaN: an error in backward names
+// In the scope, forward calls are recorded and backward checks for NaN: an error in backward names
 // the op, its inputs and the module that made the call.
 class AnomalyMode {
  public:
@@ -135,7 +135,7 @@ class AnomalyMode {
  private:
   ScopedValue<bool> scoped_;
 };
-// Text that anomaly mode puts before an op's name: modules push their dotted names.
+// Text that anomaly mode puts before an op's name; modules push their dotted names.
 std::string& call_site();  // of the current context
 
 }  // namespace tessera

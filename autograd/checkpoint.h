@@ -1,7 +1,7 @@
-// Activation checkpointing: memory for time.
+// Activation checkpointing: less memory for more time.
 //
 // checkpoint(f, inputs) calls f and keeps only its inputs; what its ops would have saved is
-// calculated again when backward first asks for it, with the random numbers of the first call.
+// recomputed when backward first needs it, with the random numbers of the first call.
 //
 //     Tensor y = checkpoint([&](const Tensor& in) { return block(in); }, x);
 //
@@ -23,14 +23,13 @@ TensorList checkpoint(const std::function<TensorList(const TensorList&)>& functi
                       const TensorList& inputs);
 Tensor checkpoint(const std::function<Tensor(const Tensor&)>& function, const Tensor& input);
 
-// True while a function is called again for a backward: what was counted or noted then is not to be
-// noted a second time.
+// True during a recomputation for a backward: counters and logs of forward should skip it.
 bool is_recomputing();
 
-// The same for a scope: what its ops would have saved is calculated by `again`, which does what the
-// scope did, on inputs that stand for `inputs`. `around`: what lives around that, made before the
-// random numbers and the autocast state of the first run come back. While grad mode is off it does
-// nothing.
+// The same for a scope: `again` recomputes what its ops would have saved, by doing what the scope
+// did on replacements of `inputs`. `around` makes an object that lives during the recomputation,
+// before the random numbers and the autocast state of the first run are restored. While grad mode
+// is off it does nothing.
 class CheckpointScope {
  public:
   using Again = std::function<void(const TensorList& inputs)>;
@@ -41,9 +40,9 @@ class CheckpointScope {
   std::unique_ptr<SavedTensorHooks> hooks_;
 };
 
-// In the scope, what recomputations of checkpoints that begin there need around them, beside random
-// numbers and autocast, which are those of the first run then: parameters that are not in their
-// places all the time. Those of scopes around it come first.
+// In the scope, objects that recomputations of checkpoints begun there need around them, besides
+// the random numbers and autocast of the first run: for parameters that are not always unsharded.
+// Objects of outer scopes are made first.
 class RecomputationGuard {
  public:
   explicit RecomputationGuard(CheckpointScope::Around around);

@@ -1,5 +1,4 @@
-// A forward and backward pair of the user's own, where the op pattern of differentiable.h is more
-// than is wanted:
+// A user's own pair of forward and backward, simpler than the op pattern of differentiable.h:
 //
 //     struct Cube : Function<Cube> {
 //       static constexpr const char* kName = "cube";
@@ -11,10 +10,10 @@
 //     };
 //     Tensor y = Cube::apply(x);
 //
-// forward runs without recording. All inputs are kept for backward and read through
-// saved.input(i); what else backward needs, forward leaves in the context. backward returns a
-// gradient (or an undefined tensor) for each tensor argument, made of ops: second derivatives then
-// work. Arguments that are no tensors go into the context through `apply_with`.
+// forward runs without recording. All inputs are kept for backward and read through saved.input(i);
+// forward stores everything else that backward needs in the context. backward returns a gradient
+// (or an undefined tensor) for each tensor argument, made of ops, so that second derivatives work.
+// Arguments that are not tensors go into the context through `apply_with`.
 #pragma once
 
 #include <any>
@@ -31,10 +30,11 @@ class SavedExtra;
 
 class FunctionContext {
  public:
-  // Without history. It passes the hooks of saved tensors, so that checkpoint() drops it.
+  // Saves a tensor without history. It goes through the hooks of saved tensors, so that
+  // checkpoint() drops it.
   void save(const Tensor& tensor);
   Tensor saved(int i) const;
-  std::any data;  // attributes, or anything else that forward leaves for backward
+  std::any data;  // attributes, or anything else that forward stores for backward
 
  private:
   std::vector<std::shared_ptr<const SavedExtra>> saved_;
@@ -46,7 +46,7 @@ struct Function {
   static auto apply(const Tensors&... arguments) {
     return apply_with(std::any(), arguments...);
   }
-  // `data` is what forward and backward find in context.data.
+  // `data` becomes context.data for forward and backward.
   template <class... Tensors>
   static auto apply_with(std::any data, const Tensors&... arguments) {
     static const Op op{.name = Derived::kName, .reads = {~IndexMask{0}}};

@@ -1,4 +1,4 @@
-// Is a gradient right? Compares the Jacobian of backward with central differences, in f64.
+// Checks gradients: compares the Jacobian of backward with central differences, in f64.
 #pragma once
 
 #include <functional>
@@ -18,8 +18,8 @@ struct GradcheckResult {
   double worst = 0;     // largest |backward - differences| / (absolute + relative * |differences|)
   std::string message;  // names input, output and element of the worst entry
 };
-// function: f64 inputs to outputs, the same for the same inputs. Only inputs that require grad and
-// floating outputs are looked at. Cost: two calls for each input element.
+// function: f64 inputs to outputs, deterministic. Only inputs that require grad and floating
+// outputs are checked. Cost: two calls for each input element.
 GradcheckResult gradcheck(const std::function<TensorList(const TensorList&)>& function,
                           const TensorList& inputs, const GradcheckOptions& options = {});
 // The same for the gradients of gradients: checks backward of the function's backward.

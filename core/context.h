@@ -1,15 +1,15 @@
-// The settings under which code runs. Nothing is global: several trainings, and ranks as threads,
-// share a process without seeing each other.
+// The settings under which code runs. There is no global state: several trainings, and ranks as
+// threads, share a process without affecting each other.
 //
-// A Context holds one value of any type (a slot): grad mode, random numbers, thread count, memory
-// statistics... Upper floors add theirs without core knowing them:
+// A Context holds one value of each type (a slot): grad mode, random numbers, thread count, memory
+// statistics... Higher libraries add theirs without changing core:
 //
 //     Context::current().slot<GradMode>().enabled = false;
 //
-// A thread that entered none gets a Context of its own with default values, and with random numbers
-// of its own (see thread_number). Worker threads enter the one that gave them work:
-// `ContextGuard guard(creator_context);`. A Context is used by one running thread at a time, except
-// slots that say otherwise.
+// A thread that entered no Context gets its own with default values and its own random numbers (see
+// thread_number). Worker threads enter the Context of their creator: `ContextGuard
+// guard(creator_context);`. One running thread at a time uses a Context, except slots that say
+// otherwise.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ class Context {
 
   static Context& current() { return *current_or_default(); }
 
-  // 0 for a Context that was made by name and for the main thread's; 1, 2, ... for those that other
-  // threads got, in the order in which they first asked for one.
+  // 0 for a Context that was constructed explicitly and for the main thread's; 1, 2, ... for those
+  // of other threads, in the order of their first use.
   uint64_t thread_number() const { return thread_number_; }
 
   // The slot's value, made at the first use: by T(context) where there is such a constructor, by
@@ -42,7 +42,7 @@ class Context {
     }
     return *static_cast<T*>(slots_[index].get());
   }
-  // Shares one value with another context (a worker that must see the same statistics).
+  // Shares one value with another context (for a worker that needs the same statistics).
   template <class T>
   void share_slot(Context& other) {
     slot<T>();

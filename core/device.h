@@ -1,4 +1,4 @@
-// Where a tensor's bytes live.
+// The device of a tensor's memory.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Errors that explain themselves: `op: requirement; what was given; remedy`.
 //
 // Every failure of the library is a tessera::Error or a class derived from it. The library never
-// exits, aborts or prints; destructors never throw. A module adds its dotted name as an exception
+// exits or aborts, and destructors never throw. A module adds its dotted name as an exception
 // passes through it (add_context).
 #pragma once
 
@@ -19,7 +19,7 @@ class Error : public std::exception {
  public:
   explicit Error(std::string message) : message_(std::move(message)) {}
   const char* what() const noexcept override { return message_.c_str(); }
-  // Puts `where: ` before the message: modules, files and ranks name themselves this way.
+  // Puts `where: ` before the message, to name modules, files and ranks.
   void add_context(std::string_view where) { message_ = std::string(where) + ": " + message_; }
 
  private:
@@ -33,11 +33,11 @@ class Error : public std::exception {
   }
 TS_ERROR_CLASS(ShapeError);        // shapes, dimensions, strides that do not fit
 TS_ERROR_CLASS(DTypeError);        // dtypes that do not fit
-TS_ERROR_CLASS(DeviceError);       // tensors on the wrong device, a device that is not there
+TS_ERROR_CLASS(DeviceError);       // tensors on the wrong device, a missing device
 TS_ERROR_CLASS(IndexError);        // an index outside its range
 TS_ERROR_CLASS(ValueError);        // an argument outside its domain
-TS_ERROR_CLASS(AutogradError);     // misuse of the tape: in-place on a saved tensor, freed graph
-TS_ERROR_CLASS(UnsupportedError);  // valid request that this build or op cannot serve
+TS_ERROR_CLASS(AutogradError);     // misuse of autograd: in-place on a saved tensor, freed graph
+TS_ERROR_CLASS(UnsupportedError);  // valid request that this build or op does not support
 TS_ERROR_CLASS(OutOfMemory);
 TS_ERROR_CLASS(CudaError);
 TS_ERROR_CLASS(DistributedError);

@@ -1,11 +1,11 @@
-// Tensors in page-locked memory of the host: a GPU reads and writes them while the host goes on.
+// Tensors in page-locked host memory, which a GPU reads and writes while the host continues.
 //
 //     const Tensor host = raw::empty_pinned({64, 1024}, kI64);
 //     fill(host);
 //     const Tensor there = raw::copy_to_device(host, cuda(0));  // returns at once
 //
-// Bytes are counted under the given category. They are used again when the tensor is gone and the
-// copies that were queued with it are over, so it may go while they are under way.
+// Bytes are counted under the given category. The memory is reused when the tensor is destroyed and
+// the copies that were queued with it are over, so it may be destroyed while they run.
 #pragma once
 
 #include <tessera/core/factory/factory.h>
@@ -17,10 +17,10 @@ bool is_pinned(const Tensor& x);
 
 namespace raw {
 
-// Uninitialised, contiguous. DeviceError where there is no GPU, OutOfMemory.
+// Uninitialized, contiguous. DeviceError if there is no GPU, OutOfMemory.
 Tensor empty_pinned(const Shape& shape, DType dtype,
                     MemoryCategory category = MemoryCategory::kStaging);
-// The elements of a CPU tensor in page-locked memory, contiguous; x itself where it is that.
+// The elements of a CPU tensor in page-locked memory, contiguous; x itself if it is so already.
 Tensor pin(const Tensor& x);
 
 // A contiguous copy on a GPU, on the current stream of this context; memory of the result belongs

@@ -1,7 +1,7 @@
-// Memory: the allocator interface, the caching CPU allocator, and who holds how much.
+// Memory: the allocator interface, the caching CPU allocator, and statistics by category.
 //
-// Every block belongs to a category and to the MemoryStats of the context that asked for it, so
-// that "activations: 1.2 GiB, peak 3.4 GiB" can be said for one of several trainings in a process.
+// Every block belongs to a category and to the MemoryStats of the context that requested it, so
+// that "activations: 1.2 GiB, peak 3.4 GiB" is known for each of several trainings in a process.
 #pragma once
 
 #include <array>
@@ -20,7 +20,7 @@ enum class MemoryCategory : uint8_t {
   kParameter,
   kGradient,
   kOptimizer,
-  kUnsharded,      // parameters gathered for a while
+  kUnsharded,      // unsharded parameters
   kWeightCache,    // copies of parameters in other forms (autograd/weight_cache.h)
   kCommunication,  // buffers of collectives
   kStaging,        // host copies on their way to or from a device or a file
@@ -40,8 +40,8 @@ class MemoryStats {
   int64_t peak(MemoryCategory category) const;
   int64_t allocations() const { return allocations_.load(std::memory_order_relaxed); }
   void reset_peak();  // peaks become the current values
-  // For watches that may nest: begin_peaks() returns the marks and starts new ones from the current
-  // values; end_peaks() returns the new ones and puts the higher of both in force.
+  // For nested measurements: begin_peaks() returns the marks and starts new ones from the current
+  // values; end_peaks() returns the new ones and restores the higher of both.
   struct Peaks {
     int64_t total = 0;
     std::array<int64_t, kNumMemoryCategories> categories{};
@@ -57,7 +57,7 @@ class MemoryStats {
 
 // The statistics of the current context.
 std::shared_ptr<MemoryStats> memory_stats();
-// Lets `other` count into the statistics of the current context: for the context of a worker
+// Makes `other` count into the statistics of the current context, for the context of a worker
 // thread.
 void share_memory_stats(Context& other);
 
@@ -77,21 +77,21 @@ class MemoryCategoryGuard {
 class Allocator {
  public:
   virtual ~Allocator() = default;
-  // Bytes are uninitialised and aligned to at least 64. Throws OutOfMemory, whose text holds the
-  // request and the summary of the context.
+  // Memory is uninitialized and aligned to at least 64 bytes. Throws OutOfMemory, whose text holds
+  // the request and the summary of the context.
   virtual void* allocate(size_t bytes) = 0;
   virtual void deallocate(void* pointer, size_t bytes) noexcept = 0;
   virtual void release_cached() = 0;         // gives unused blocks back to the system
   virtual int64_t cached_bytes() const = 0;  // held but unused
 };
 
-// Keeps freed blocks and hands them out again: a training step after the first asks the system for
-// nothing. Blocks under 1 MiB stand in lists by size class (powers of two split in 8); larger ones
-// are cut from and joined in an arena (core/memory/block_arena.h), so that what is held is little
-// more than what was in use at a time. Under ASan, slack and free blocks are poisoned.
+// Keeps freed blocks and reuses them: a training step after the first requests nothing from the
+// system. Blocks under 1 MiB are in lists by size class (powers of two split in 8); larger ones are
+// split from and joined in an arena (core/memory/block_arena.h), so that little more is held than
+// was in use at a time. Under ASan, slack and free blocks are poisoned.
 Allocator& cpu_allocator();
 
-// The allocator of a device. Throws DeviceError for a device this program has none for.
+// The allocator of a device. Throws DeviceError for a device without one in this program.
 Allocator& allocator_for(const Device& device);
 
 // Upper limit for bytes in use by the CPU allocator of this process (0: none); allocations beyond

@@ -1,9 +1,9 @@
-// Large blocks of host memory out of a few mappings: split where they are too large, joined again
-// with their neighbours when freed.
+// Large blocks of host memory from a few mappings: too large ones are split, freed ones are joined
+// with their neighbors.
 //
-// Size classes would keep a block of each size that a training step ever asked for; an arena needs
-// what was in use at the same time. With a vocabulary of 50304 that is the difference between a
-// GPT's peak in use and a fifth more (bench_step).
+// Size classes would keep a block of each size that a training step ever requested; an arena needs
+// only what was in use at the same time. With a vocabulary of 50304 this is the difference between
+// a GPT's peak in use and a fifth more (bench_step).
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,9 @@
 
 namespace tessera::detail {
 
-// Not thread-safe. Blocks are cut from the smallest free range that holds them, of equal ones from
-// that of the lowest address, so that the order of calls alone decides where a block lies. Memory
-// of a mapping that was never handed out is not touched: it costs addresses only.
+// Not thread-safe. A block is split from the smallest free range that holds it, of equal ones from
+// that of the lowest address, so the order of calls alone decides its place. Memory of a mapping
+// that was never used is not touched and costs addresses only.
 class BlockArena {
  public:
   static constexpr size_t kGrain = size_t{64} << 10;  // blocks begin and end at multiples of it
@@ -26,10 +26,10 @@ class BlockArena {
   BlockArena(const BlockArena&) = delete;
   BlockArena& operator=(const BlockArena&) = delete;
 
-  // bytes: a multiple of kGrain. nullptr where the system has no more memory.
+  // bytes: a multiple of kGrain. nullptr if the system has no more memory.
   void* allocate(size_t bytes);
   void deallocate(void* block, size_t bytes) noexcept;
-  // Gives the pages of free ranges back to the system and unmaps mappings that are free as a whole.
+  // Returns the pages of free ranges to the system and unmaps mappings that are entirely free.
   void release_free();
   // Bytes of free ranges whose pages the system still holds for us.
   int64_t cached_bytes() const { return static_cast<int64_t>(cached_); }

@@ -1,13 +1,13 @@
-// Meta tensors that are counted: what a training takes is seen without taking it.
+// Counts meta tensors as if they had memory, to predict the memory of a training.
 #pragma once
 
 #include <tessera/core/context.h>
 
 namespace tessera {
 
-// In the scope meta tensors stand for such with bytes: storages that are made are counted in the
-// statistics as if they had them, what asks for memory takes them, and what an optimizer writes
-// gets a new version. Storages stay counted until they go.
+// In the scope meta tensors count as allocated: new storages are counted in the statistics, code
+// that requires memory accepts them, and optimizers bump the versions of what they would write.
+// Storages are counted until they are destroyed.
 class MetaMemoryGuard {
  public:
   MetaMemoryGuard();

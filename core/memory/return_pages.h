@@ -1,14 +1,14 @@
-// Large blocks of host memory whose pages go back to the system when they are freed, instead of
-// into the allocator's cache: for the few that decide how much a training holds at rest.
+// Large blocks of host memory whose pages return to the system when they are freed, instead of
+// going to the allocator's cache: for the few blocks that dominate a training's memory at rest.
 #pragma once
 
 #include <cstddef>
 
 namespace tessera {
 
-// `block`: what the CPU allocator gave and someone still holds. Its next deallocation is meant, and
-// nothing happens under 32 MiB: smaller blocks are needed again soon, and new pages would cost more
-// than what they hold. The addresses stay with the allocator.
+// `block`: a live block of the CPU allocator. It takes effect at the next deallocation, and only
+// from 32 MiB on: smaller blocks are needed again soon, and new pages would cost more than they
+// save. The allocator keeps the addresses.
 void return_pages_when_freed(void* block, size_t bytes);
 
 }  // namespace tessera

@@ -1,5 +1,5 @@
-// Tensors with names: parameters as optimizers take them, and the ordered map in which modules,
-// optimizers and schedules hand over their state.
+// Named tensors: parameters as optimizers take them, and the ordered map for the state of modules,
+// optimizers and schedules.
 #pragma once
 
 #include <map>
@@ -24,7 +24,7 @@ TensorList tensors_of(const NamedTensors& named);
 // sees its later values; clone() takes a snapshot.
 class StateDict {
  public:
-  // Adds, or replaces the tensor of a name that is there.
+  // Adds a tensor, or replaces the one of an existing name.
   void set(std::string_view name, const Tensor& tensor);
   bool contains(std::string_view name) const { return find(name) != nullptr; }
   const Tensor* find(std::string_view name) const;  // nullptr where absent

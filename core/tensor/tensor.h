@@ -24,16 +24,16 @@
 
 namespace tessera {
 
-// Counts the writes to a storage as one tensor and its views see them. It is an object of its own,
-// shared by those views, and not a field of the storage: parameters that lie in one flat buffer
-// each have their own.
+// Counts the writes to a storage as one tensor and its views see them. It is a separate object,
+// shared by those views, and not a field of the storage, since parameters that lie in one flat
+// buffer each have their own.
 struct VersionCounter {
   std::atomic<uint32_t> value{0};
-  std::atomic<const char*> writer{nullptr};  // the op that wrote last, where it gave its name
+  std::atomic<const char*> writer{nullptr};  // the op that wrote last, if it gave its name
 };
 
-// What upper floors hang on a tensor: its history (`autograd`), and why its elements are not to be
-// read as those of other tensors are (`guard`, of core/tensor/element_guard.h).
+// State that higher libraries attach to a tensor: its history (`autograd`), and why its elements
+// must not be read (`guard`, of core/tensor/element_guard.h).
 struct TensorSlot {
   virtual ~TensorSlot() = default;
 };
@@ -66,12 +66,12 @@ class RowIterator;
 
 class Tensor {
  public:
-  // The undefined tensor: an absent argument, a gradient that is not there.
+  // The undefined tensor: an absent argument or gradient.
   Tensor() : impl_(nullptr) {}
   explicit Tensor(TensorImpl* impl) : impl_(impl) { retain(); }
   Tensor(const Tensor& other) : impl_(other.impl_) { retain(); }
   Tensor(Tensor&& other) noexcept : impl_(std::exchange(other.impl_, nullptr)) {}
-  // Assignment makes a variable name another tensor. To a temporary it would do nothing.
+  // Assignment makes a variable name another tensor. For a temporary it would do nothing.
   Tensor& operator=(const Tensor& other) & {
     Tensor copy(other);
     std::swap(impl_, copy.impl_);
@@ -110,7 +110,8 @@ class Tensor {
   bool is_contiguous() const { return tessera::is_contiguous(shape(), strides()); }
   const StoragePtr& storage() const { return get().storage; }
 
-  // First element; on the CPU it can be read, and written: bump_version() says so. T: see half.h.
+  // First element; on the CPU it can be read, and written with a call of bump_version(). T: see
+  // half.h.
   void* data() const {
     const TensorImpl& impl = get();
     return static_cast<char*>(impl.storage->data()) + impl.offset * size_of(impl.dtype);
@@ -121,14 +122,15 @@ class Tensor {
   }
 
   uint32_t version() const { return get().version->value.load(std::memory_order_relaxed); }
-  // After a write by no op: copies and masters follow. writer: an op, static, for others' errors.
+  // Call it after a write that is not an op's, so that cached copies and masters follow. writer:
+  // the op's name, a static string, for errors.
   void bump_version(const char* writer = nullptr) const {
     get().version->value.fetch_add(1, std::memory_order_relaxed);
     get().version->writer.store(writer, std::memory_order_relaxed);
   }
 
-  // Takes over contents, shape and dtype of `other` under all holders; history, grad and version
-  // counter stay. Backward is not warned: a graph that saved this tensor reads the new contents.
+  // Takes over contents, shape and dtype of `other` for all holders; history, grad and version
+  // counter stay. Backward does not notice: a graph that saved this tensor reads the new contents.
   void set_data(const Tensor& other) const;  // elements are shared then, counters of writes are not
 
   // The value of a tensor with one element, converted. Throws ShapeError.
@@ -147,22 +149,22 @@ class Tensor {
   const Tensor& set_requires_grad(bool value = true) const;
   const Tensor& requires_grad_(bool value = true) const;
   bool is_leaf() const;
-  [[nodiscard]] Tensor grad() const;  // undefined where there is none
+  [[nodiscard]] Tensor grad() const;  // undefined if there is none
   void set_grad(const Tensor& grad) const;
   void zero_grad(bool set_to_none = true) const;
-  void retain_grad() const;  // keep grad() of a tensor that is no leaf
+  void retain_grad() const;  // keep grad() of a non-leaf tensor
   void backward(const Tensor& gradient = {}, bool retain_graph = false, bool create_graph = false) const;
   [[nodiscard]] Tensor detach() const;
   [[nodiscard]] Tensor clone() const;
   [[nodiscard]] Tensor contiguous() const;
   [[nodiscard]] Tensor to(DType dtype) const;
   [[nodiscard]] Tensor to(const Device& device) const;
-  [[nodiscard]] Tensor type_as(const Tensor& other) const;  // of its dtype and device
+  [[nodiscard]] Tensor type_as(const Tensor& other) const;  // converts to its dtype and device
   [[nodiscard]] Tensor cpu() const;
   [[nodiscard]] Tensor cuda(int index = 0) const;
   [[nodiscard]] Tensor half() const;
   [[nodiscard]] Tensor bfloat16() const;
-  // Of this dtype and device.
+  // With this tensor's dtype and device.
   [[nodiscard]] Tensor new_empty(const Shape& shape) const;
   [[nodiscard]] Tensor new_zeros(const Shape& shape) const;
   [[nodiscard]] Tensor new_ones(const Shape& shape) const;
@@ -185,7 +187,7 @@ class Tensor {
   [[nodiscard]] Tensor permute(const Shape& dims) const;
   [[nodiscard]] Tensor expand(const Shape& shape) const;
   [[nodiscard]] Tensor repeat(const Shape& repeats) const;
-  // x.view(2, -1): two numbers or more stand for a list.
+  // x.view(2, -1): two or more numbers instead of a list.
   template <class... Sizes> [[nodiscard]] Tensor view(int64_t first, int64_t second, Sizes... sizes) const { return view({first, second, static_cast<int64_t>(sizes)...}); }
   template <class... Sizes> [[nodiscard]] Tensor reshape(int64_t first, int64_t second, Sizes... sizes) const { return reshape({first, second, static_cast<int64_t>(sizes)...}); }
   template <class... Dims> [[nodiscard]] Tensor permute(int64_t first, int64_t second, Dims... dims) const { return permute({first, second, static_cast<int64_t>(dims)...}); }
@@ -389,7 +391,8 @@ class Tensor {
   const Tensor& addcmul_(const Tensor& a, const Tensor& b, const Scalar& value = 1) const;
   const Tensor& addcdiv_(const Tensor& a, const Tensor& b, const Scalar& value = 1) const;
   const Tensor& masked_fill_(const Tensor& mask, const Scalar& value) const;
-  // Made aside and copied here. DTypeError: a result that torch does not convert to this dtype.
+  // Computes a new tensor and copies it here. DTypeError: a result that torch does not convert to
+  // this dtype.
   const Tensor& abs_() const;
   const Tensor& ceil_() const;
   const Tensor& cos_() const;
@@ -475,7 +478,7 @@ class Tensor {
   TensorImpl* impl_;
 };
 
-// What a loop over a tensor stands at: a row of dimension 0.
+// The row of dimension 0 at which a loop over a tensor is.
 class RowIterator {
  public:
   RowIterator(const Tensor& x, int64_t row) : x_(x), row_(row) {}
@@ -499,7 +502,7 @@ inline RowIterator Tensor::end() const { return {*this, size(0)}; }
 // ---- Indexing ----------------------------------------------------------------------------------
 
 // x[{None}]: a new dimension of size 1. Also an absent bound or number: Slice(None, 3). X11 has a
-// macro of this name, which is 0: a file that includes it says NoneType(), or undefines the macro.
+// macro of this name, which is 0: a file that includes it uses NoneType(), or undefines the macro.
 struct NoneType {
   operator std::optional<int64_t>() const { return {}; }
 };
@@ -507,7 +510,7 @@ struct NoneType {
 #undef None
 inline constexpr NoneType None;
 #pragma pop_macro("None")
-// x[{Ellipsis, 0}]: all dimensions that no other index is for.
+// x[{Ellipsis, 0}]: all dimensions without another index.
 struct EllipsisType {};
 inline constexpr EllipsisType Ellipsis;
 // Python's start:end:step; step >= 1, and negative bounds count from the end.
@@ -542,16 +545,16 @@ class TensorIndex {
   Tensor tensor;
 };
 
-// What x[...] is: a tensor, and assigned to before it has a name it writes into x, as in Python:
+// The result of x[...]: a tensor; assigning to it before it has a name writes into x, as in Python:
 //
 //     x[0] = y;                            // broadcast, converted as copy_ does
 //     x[{Ellipsis, Slice(1, 3)}] += 1;
 //     x[x > 0] = 0;  x[{0, index}] = y;    // y of x's dtype
 //
 // Integers, slices, None and Ellipsis give a view of x. With masks or index tensors it is a copy,
-// made also where it is assigned to (masked_fill_ and index_put_ make none); names that come twice
-// keep the last value, and += counts once. Writing is on the tape and bumps x's version, as other
-// ops in place do. Throws IndexError, ShapeError, DTypeError.
+// which is made also for an assignment (masked_fill_ and index_put_ make none); for repeated
+// indices the last value counts, and += adds once. Writing is recorded and bumps x's version, as
+// for other in-place ops. Throws IndexError, ShapeError, DTypeError.
 class IndexedTensor : public Tensor {
  public:
   IndexedTensor(const IndexedTensor&) = default;
@@ -576,7 +579,7 @@ class IndexedTensor : public Tensor {
   void operator|=(const Scalar& other) &&;
   void operator^=(const Scalar& other) &&;
 
-  // A variable names another tensor from now on, as variables of Tensor do.
+  // A variable names another tensor afterwards, as variables of Tensor do.
   IndexedTensor& operator=(const Tensor& other) & {
     Tensor::operator=(other);
     place_ = nullptr;
