@@ -42,7 +42,7 @@ SignLogDet slogdet(const Tensor& a);
 // symmetric. ValueError, with the order of the minor, where `a` is not positive-definite.
 Tensor cholesky(const Tensor& a, bool upper = false);
 
-// ---- Factorisations (ops/factorisation.cpp) -----------------------------------------------------
+// ---- Factorizations (ops/factorisation.cpp) -----------------------------------------------------
 
 using kernels::linalg::QrMode;
 struct Qr {

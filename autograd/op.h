@@ -1,5 +1,5 @@
-// The record of an op: what autocast, the engine, the profiler, the tests and the benchmarks know
-// about it. An op is a function in ops.h and one block in ops/*.cpp: record, forward, backward.
+// The record of an op, for autocast, the engine, the profiler, the tests and the benchmarks. An op
+// is a function in ops.h and one block in ops/*.cpp: record, forward, backward.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ namespace tessera {
 
 // What autocast does with the floating inputs of an op.
 enum class Autocast : uint8_t {
-  kInputDtype,  // keeps what comes; statistics are f32 inside
+  kInputDtype,  // keeps the input's dtype; statistics are f32 inside
   kLow,         // casts to the autocast dtype: matrix products, convolutions, attention
   kFloat32,     // casts to f32: exp, log, pow, sums, softmax, losses
   kWidest,      // casts to the widest dtype among the inputs: add, cat, where
@@ -60,16 +60,16 @@ struct Op {
   bool takes_numbers = false;
   Reads reads = {};             // inputs kept for backward
   IndexMask reads_outputs = 0;  // outputs kept for backward: outputs(0) for exp, softmax
-  IndexMask reads_copies = 0;   // inputs, weights, of which it reads a kept copy: weight_cache.h
+  IndexMask reads_copies = 0;   // weights that are read as cached copies: weight_cache.h
   // Outputs are views of input 0: they share its version, and writing to them changes it.
   bool view = false;
-  // False where backward runs kernels that have no gradient: asking for a second derivative is an
+  // False if backward runs kernels that have no gradient: requesting a second derivative is an
   // error that names the op. True: backward is made of ops.
   bool twice_differentiable = true;
   // The input whose gradient is the sum of the output's over all dimensions but the last; -1: none.
-  // Backward may get it with the gradient: Saved::column_sums().
+  // Backward may get it together with the gradient: Saved::column_sums().
   int bias = -1;
-  // The composition of other ops that a fused op stands for: its specification and its test.
+  // The composition of other ops that equals a fused op: its specification and its test.
   std::string_view composed = {};
   // Arithmetic for one element of the first output; products report theirs with count_flops().
   double flops_per_element = 1;
@@ -80,7 +80,7 @@ struct Op {
 std::vector<const Op*> all_ops();
 
 // Floating point operations of products, convolutions and attention in the current context, while
-// enabled; those of a backward pass where it runs. A multiplication and an addition are two.
+// enabled; a backward pass counts where it runs. A multiplication and an addition are two.
 struct FlopCounter {
   bool enabled = false;
   double total = 0;

@@ -530,7 +530,7 @@ struct EmbeddingBagOptions {
 [[nodiscard]] Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin,
                                       bool interleaved = false);
 
-// ---- Normalisation (ops/norm.cpp) --------------------------------------------------------------
+// ---- Normalization (ops/norm.cpp) --------------------------------------------------------------
 // Statistics are f32 (f64 for f64).
 
 // Normalizes the last `normalized_shape.size()` dimensions. weight, bias: normalized_shape or

@@ -581,7 +581,7 @@ struct Where {
   static constexpr bool kIntegers = true, kCondition = true;
   template <class C>
   TS_HD C operator()(uint8_t condition, C a, C b) const {  // condition: 0 or 1
-    // By bits: g++ 12 does not vectorise a choice whose condition is narrower than its values.
+    // By bits: g++ 12 does not vectorize a choice whose condition is narrower than its values.
     using Bits = std::conditional_t<sizeof(C) == 8, uint64_t, uint32_t>;
     const Bits mask = Bits(0) - static_cast<Bits>(condition);
     const Bits chosen =

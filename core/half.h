@@ -1,10 +1,10 @@
 // Storage types narrower than float: bf16, f16 (IEEE binary16) and the two OCP fp8 formats.
 //
 // They only store: arithmetic happens in float. Conversions are integer code without branches, so
-// that loops over them vectorise and host and device give the same bits, whatever the hardware and
+// that loops over them vectorize and host and device give the same bits, whatever the hardware and
 // its denormal mode. The rules:
 //
-//   to_float(x)          exact. Signalling NaNs become quiet, except for bf16, which is a shift.
+//   to_float(x)          exact. Signaling NaNs become quiet, except for bf16, which is a shift.
 //   from_float<T>(f)     round to nearest, ties to even; subnormals are kept; the sign is kept, on
 //                        zero and NaN too. Beyond the largest finite number: infinity for bf16,
 //                        f16 and f8e5m2; f8e4m3 has no infinity and saturates to 448, as torch's

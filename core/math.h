@@ -1,5 +1,5 @@
 // Elementary functions of the functors. The float forms have no branch and no call, so that loops
-// over them vectorise (sin and cos look up a table and stay scalar under g++ 12; below kCommonAngle
+// over them vectorize (sin and cos look up a table and stay scalar under g++ 12; below kCommonAngle
 // sin_common and cos_common give the same bits without it) and host and device give the same bits;
 // contraction must be off, fma is written where meant. The double forms are libm's. pow, atan2 and
 // lgamma are libm's for both; digamma and zeta are calculated in double.
@@ -170,7 +170,7 @@ TS_HD float reduce_half_pi(float x, uint32_t& quadrant) {
   return static_cast<float>(r);
 }
 
-// The same for |x| < kCommonAngle, where the power is 16^0: the same bits, and it vectorises.
+// The same for |x| < kCommonAngle, where the power is 16^0: the same bits, and it vectorizes.
 TS_HD float reduce_common_half_pi(float x, uint32_t& quadrant) {
   constexpr double kRoundDouble = 6755399441055744.0;  // 1.5 * 2^52
   const double m = static_cast<double>(x);

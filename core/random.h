@@ -57,7 +57,7 @@ struct RandomState {
 RandomState& random_state();        // of the current context
 void manual_seed(uint64_t seed);    // and starts again at stream 0
 RandomStream next_random_stream();  // the next stream of the current context
-// The stream of a name: initialisation draws one for each parameter, so that its values depend on
+// The stream of a name: initialization draws one for each parameter, so that its values depend on
 // seed and name alone, not on what was made before it. Never equal to a numbered stream.
 RandomStream named_random_stream(std::string_view name);
 

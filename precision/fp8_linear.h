@@ -42,7 +42,7 @@ namespace tessera::precision {
 
 // For one operand of a layer, since the beginning or reset_counts().
 struct Fp8OperandReport {
-  float amax = 0;  // of the last quantisation; on a GPU the largest since the beginning, or of the
+  float amax = 0;  // of the last quantization; on a GPU the largest since the beginning, or of the
                    // step at hand where scales are delayed
   int64_t elements = 0;
   double saturated = 0;    // share of elements that ended at the format's largest number

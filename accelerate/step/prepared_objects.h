@@ -82,7 +82,7 @@ struct ModelRecord : accelerate::ParallelizedModel {
   std::unordered_map<const TensorImpl*, Tensor> norms;
 
   ~ModelRecord() { let_go(); }
-  // What a forward must know: buffers are synchronised where gradients will be.
+  // What a forward must know: buffers are synchronized where gradients will be.
   void plan_forward(bool sync) {
     if (parallel) parallel->pass().plan.sync_gradients = sync && no_sync == 0 && !local;
   }

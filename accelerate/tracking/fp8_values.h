@@ -6,7 +6,7 @@
 // | `fp8/fallbacks`  | calls in another precision, since then                             |
 // | `fp8/saturated`  | share of elements that ended at the largest number, since the last |
 // | `fp8/underflown` | share that became 0, since the last                                |
-// | `fp8/not_finite` | quantisations with an infinity or NaN, since the last              |
+// | `fp8/not_finite` | quantizations with an infinity or NaN, since the last              |
 //
 // "The last" means the previous call. Shares are those of x, W and dy together; 0 if nothing was
 // quantized.

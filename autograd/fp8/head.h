@@ -2,14 +2,14 @@
 // whole logits.
 //
 // Up to 2^25 logits (64 MiB of bf16) it is those two ops. More are made in chunks of rows, of about
-// as many each, and made again in backward, which alone knows the gradient that is to be quantised:
+// as many each, and made again in backward, which alone knows the gradient that is to be quantized:
 //
 // | pass                        | of a chunk                                                |
 // |-----------------------------|-----------------------------------------------------------|
 // | forward                     | y = x8 W8^T, losses                                       |
 // | backward, where a scale of  | y, dy, its largest magnitudes                             |
 // | dy is of more than a chunk  |                                                           |
-// | backward                    | y, dy, dy8 = quantise(dy), grad_x = dy8 W8, grad_W of all |
+// | backward                    | y, dy, dy8 = quantize(dy), grad_x = dy8 W8, grad_W of all |
 //
 // So bytes and scales of x, W and dy are those of the two ops, whatever the chunks; grad_W is one
 // f32 sum over all chunks, rounded once. Scales of dy are known at once where they are delayed, of

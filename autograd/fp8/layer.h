@@ -1,6 +1,6 @@
 // Linear layers whose three products run in fp8.
 //
-// | product         | quantised along the sum                 |
+// | product         | quantized along the sum                 |
 // |-----------------|-----------------------------------------|
 // | y = x W^T       | x and W along their columns             |
 // | grad_x = dy W   | dy along its columns, W along its rows  |
@@ -8,10 +8,10 @@
 //
 // Who decides (precision/fp8_linear.h) gives an nn::Linear its Fp8Linear, and the module's forward
 // asks it. What is kept for backward is one byte an element of x, and no x: products
-// read the bytes. The weight is quantised from the leaf itself, whatever autocast makes of x, and
+// read the bytes. The weight is quantized from the leaf itself, whatever autocast makes of x, and
 // kept until the leaf is written (autograd/weight_cache.h). The result and the gradients have the
 // dtype that autocast gives x; a bias is added to the rounded result; its gradient is the sum of
-// dy, which nobody quantised.
+// dy, which nobody quantized.
 //
 // On a GPU each operand is made by rows and, where backward needs that, by columns, in one pass; of
 // x the copy by columns is kept. The result's product has fast accumulation, those of gradients
@@ -31,7 +31,7 @@ namespace tessera {
 enum class Fp8Role : uint8_t { kInput, kWeight, kGradOutput };
 inline constexpr int kNumFp8Roles = 3;
 
-// How each operand of the products is quantised. Equal ones are made once.
+// How each operand of the products is quantized. Equal ones are made once.
 struct Fp8Casts {
   kernels::QuantizeOptions input, weight;                // of y
   kernels::QuantizeOptions grad_output, weight_of_grad;  // of grad_x
@@ -50,11 +50,11 @@ class Fp8Linear {
   virtual bool takes(const Tensor& x, const Tensor& weight, int64_t rows) = 0;
   // takes() without a trace: nothing is counted, nothing throws.
   virtual bool could_take(const Tensor& x, const Tensor& weight, int64_t rows) const = 0;
-  // One f32 to quantise all of the operand with; undefined: of the values at hand.
+  // One f32 to quantize all of the operand with; undefined: of the values at hand.
   virtual Tensor scale(Fp8Role) { return {}; }
-  // Where a GPU notes what happens in the next quantisation of an operand.
+  // Where a GPU notes what happens in the next quantization of an operand.
   virtual kernels::QuantizeWants notes(Fp8Role) { return {}; }
-  // After a quantisation of `x`. Recomputations (autograd/checkpoint.h) come by, too.
+  // After a quantization of `x`. Recomputations (autograd/checkpoint.h) come by, too.
   virtual void saw(Fp8Role, const Tensor& x, const kernels::Quantized& q) {
     static_cast<void>(x), static_cast<void>(q);
   }
@@ -72,7 +72,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
 
 // out_weight gelu(weight x^T + bias) + out_bias by two such layers with one scale a tensor: as
 // fp8_linear(gelu(fp8_linear(x))) to the bit, with gelu and its gradient inside of the
-// quantisations, so that a GPU stores neither. Kept: x and gelu(..) as bytes, and what gelu took.
+// quantizations, so that a GPU stores neither. Kept: x and gelu(..) as bytes, and what gelu took.
 Tensor fp8_linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                               std::shared_ptr<Fp8Linear> layer, const Tensor& out_weight,
                               const Tensor& out_bias, std::shared_ptr<Fp8Linear> out_layer,

@@ -4,7 +4,7 @@
 // gradients are those of the norm and the layer one after the other, to the bit.
 //
 // What the norm returns is a tensor without bytes. The layer takes its operand from it; any other
-// op has the bytes calculated first, from what was normalised, so that a wrong guess about who
+// op has the bytes calculated first, from what was normalized, so that a wrong guess about who
 // reads costs time and nothing else. Under a scope of nn/read_by.h; one at a time.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What a call of a layer in fp8 quantises, and what of it backward reads. Internal.
+// What a call of a layer in fp8 quantizes, and what of it backward reads. Internal.
 #pragma once
 
 #include <optional>
@@ -56,7 +56,7 @@ struct Fp8GradientWants {
 };
 // dy: [rows, out]. The layer is told.
 Fp8Gradient fp8_gradient(const Tensor& dy, Fp8Linear& layer, const Fp8GradientWants& wanted);
-// What one quantisation for both products gets.
+// What one quantization for both products gets.
 inline kernels::QuantizeWants fp8_grad_wants(Fp8Linear& layer, bool by_rows, bool by_columns,
                                              bool sums) {
   kernels::QuantizeWants wants = layer.notes(Fp8Role::kGradOutput);
@@ -73,12 +73,12 @@ inline double fp8_flops(int64_t m, int64_t n, int64_t k) {
 // x as [rows, features], contiguous.
 Tensor fp8_rows(const Tensor& x);
 
-// Quantises x (of the dtype that autocast gives it, or rounded to `through`) and the leaf `weight`,
+// Quantizes x (of the dtype that autocast gives it, or rounded to `through`) and the leaf `weight`,
 // as layer.casts() says, and tells the layer. Throws as fp8_linear().
 Fp8Operands fp8_operands(const Op& op, const Tensor& x, const Tensor& weight, Fp8Linear& layer,
                          std::optional<DType> through = {});
 
-// The dtype to which a GPU rounds an f32 x while it quantises it, where autocast would make a
+// The dtype to which a GPU rounds an f32 x while it quantizes it, where autocast would make a
 // tensor of that dtype first; none where it would not, or where x itself is kept.
 std::optional<DType> fp8_through(const Tensor& x, const Fp8Casts& casts);
 

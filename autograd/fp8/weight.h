@@ -16,7 +16,7 @@ namespace tessera {
 using Fp8Places = std::unordered_map<const Tensor*, std::shared_ptr<Fp8Linear>>;
 
 // The copy that these layers read of the weight that stands in `places`, one scale for all of it.
-// None where a place is no layer's, where layers quantise in different ways or with scales of their
+// None where a place is no layer's, where layers quantize in different ways or with scales of their
 // own, and where a weight has several scales: rows, blocks.
 std::optional<WeightKey> fp8_key_of(const Fp8Places& layers, std::span<Tensor* const> places);
 

@@ -2,7 +2,7 @@
 //
 // Memory comes from cudaMalloc in segments: 2 MiB for requests up to 1 MiB, 20 MiB for those up to
 // 10 MiB, else the request rounded to 2 MiB. A request takes the smallest free block of its stream
-// that holds it and leaves the rest free; a freed block joins its free neighbours. A block belongs
+// that holds it and leaves the rest free; a freed block joins its free neighbors. A block belongs
 // to the stream on which it was asked for: work queued there later may overwrite it at once. A
 // block that other streams used too (record_use) waits for events on them. Sizes are multiples of
 // 512. Thread-safe.

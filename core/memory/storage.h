@@ -16,7 +16,7 @@ namespace tessera {
 // training frees parameters between their uses.
 class Storage {
  public:
-  // `bytes` uninitialised bytes on `device`, counted for the current context and category.
+  // `bytes` uninitialized bytes on `device`, counted for the current context and category.
   // A meta storage has a size and no bytes.
   Storage(int64_t bytes, const Device& device);
   // Bytes that someone else owns: `release` is called when the last holder goes.

@@ -9,7 +9,7 @@
 // Everything else that a pickle makes (sets, a Namespace, objects of classes, results of calls) is a
 // value of the kind kObject, which has the name of its maker ("os.system") and nothing in it but
 // what is set in it by key: it hides nothing that stands beside it. So is a tensor that tessera
-// cannot have (int16, quantised, sparse). What is no pickle, or does not fit together, is a
+// cannot have (int16, quantized, sparse). What is no pickle, or does not fit together, is a
 // FormatError, an opcode of protocol 0 an UnsupportedError. Values are given back in one block,
 // which owns them: they may be shared and may contain themselves.
 #pragma once

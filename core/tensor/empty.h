@@ -6,9 +6,9 @@
 
 namespace tessera::raw {
 
-// Uninitialised, contiguous. Throws ShapeError, OutOfMemory.
+// Uninitialized, contiguous. Throws ShapeError, OutOfMemory.
 Tensor empty(const Shape& shape, DType dtype, const Device& device = kCpu);
-// Uninitialised with the geometry of x where x is dense (its order of dimensions is kept),
+// Uninitialized with the geometry of x where x is dense (its order of dimensions is kept),
 // contiguous otherwise.
 Tensor empty_like(const Tensor& x);
 Tensor empty_like(const Tensor& x, DType dtype);

@@ -5,7 +5,7 @@
 //
 // A text is cut into pieces by the published pattern
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// and in each piece neighbouring tokens are merged, the earliest rule of the merge list first
+// and in each piece neighboring tokens are merged, the earliest rule of the merge list first
 // (A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; R. Sennrich et
 // al., 2016). A piece of n bytes costs O(n log n). Any bytes can be encoded, and decoding gives
 // them back: bytes that are not UTF-8 count as symbols.

@@ -12,9 +12,8 @@ namespace tessera::distributed {
 
 inline constexpr int64_t kBroadcastBytes = int64_t{250} << 20;
 
-// The tensors of `root` become everybody's, in place. They travel packed, by dtype, in messages of
-// about `limit` bytes (a tensor is not split). Collective: names, shapes and dtypes must be equal
-// on all ranks.
+// Sends the tensors of `root` to all ranks, in place, packed by dtype in messages of about `limit`
+// bytes (a tensor is not split). Collective: names, shapes and dtypes must be equal on all ranks.
 void broadcast_tensors(const NamedTensors& tensors, Group& ranks, int root, std::string_view tag,
                        int64_t limit = kBroadcastBytes);
 // What broadcast_tensors issues.

@@ -13,9 +13,9 @@
 
 namespace tessera::distributed {
 
-// A tensor in a flat buffer begins at a multiple of 16 bytes, whatever lies before it: a GPU moves
-// 16 bytes at once, and matrix products expect their operands so. What fills up is 0, so that
-// reductions of whole buffers are those of the tensors; whoever reads tensors never sees it.
+// A tensor in a flat buffer begins at a multiple of 16 bytes: a GPU moves 16 bytes at once, and
+// matrix products expect their operands so. Padding is 0, so that reductions of whole buffers are
+// those of the tensors; readers of tensors never see it.
 //
 // In elements, of a buffer whose parts lie in any of these dtypes at the same places.
 inline int64_t alignment_of(std::initializer_list<DType> dtypes) {
@@ -27,7 +27,7 @@ inline int64_t aligned_to(int64_t count, int64_t alignment) {
   return (count + alignment - 1) / alignment * alignment;
 }
 
-// Where the rows of several tensors lie when they are cut along dimension 0 into `shards` parts:
+// The positions of rows of several tensors that are sharded along dimension 0 into `shards` shards:
 // geometry only, known on every rank without communication.
 //
 // EvenChunk, the contract of sharded training: a tensor of R rows gives ceil(R / shards) rows to

@@ -48,8 +48,8 @@ class GradientBucket {
     pending_ = size(), launched_ = false;
     tag_ = "bucket " + std::to_string(index_) + changes;
   }
-  // Brings this rank's gradient of a parameter into the buffer: nothing to do where `.grad` lies
-  // there; zeros where there is none.
+  // Brings this rank's gradient of a parameter into the buffer: nothing to do if `.grad` is there;
+  // zeros if there is none.
   void collect(size_t slot);
   void collect_zeros(size_t slot);
   bool complete() const { return pending_ == 0; }
@@ -58,9 +58,9 @@ class GradientBucket {
   // Makes the buffer's part the parameter's `.grad`.
   void hand_out(size_t slot);
 
-  // Gradients that lie in `from` move here with their `.grad`.
+  // Moves gradients and their `.grad` from `from` to here.
   void adopt(size_t slot, const Tensor& from);
-  // `.grad` is kept in the buffer from now on, or no longer.
+  // Keeps `.grad` in the buffer from now on, or no longer.
   void install_homes();
   void remove_homes();
 

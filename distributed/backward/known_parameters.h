@@ -1,7 +1,7 @@
 // The parameters of a model on which its ranks have agreed. Internal.
 //
-// One that comes to the model later is in no unit and in no bucket: each rank would train it by
-// itself, in silence. One that leaves it may be gone, and units write to where it stood.
+// A parameter added later would be in no unit and no bucket, so each rank would train it alone
+// without notice. One that is removed may be destroyed while units still write to its place.
 #pragma once
 
 #include <cstdint>
@@ -24,9 +24,9 @@ class KnownParameters {
   KnownParameters(std::vector<nn::ModuleBase*> modules, const ParameterPlaces& known,
                   bool may_leave, std::string_view where);
 
-  // Throws ConfigError where gradients are recorded and a parameter that requires grad is not
-  // known, or where a known one is no longer there and may not leave. Before a forward; a
-  // comparison or two while no module changes.
+  // Throws ConfigError if gradients are recorded and a parameter that requires grad is not known,
+  // or if a known one is missing and may not leave. Called before a forward; costs a comparison or
+  // two while no module changes.
   void check();
 
  private:

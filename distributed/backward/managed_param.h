@@ -1,4 +1,4 @@
-// A parameter as the backwards of a data-parallel model know it.
+// A parameter's state in the backwards of a data-parallel model.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace tessera::distributed {
 
-// A gradient as it was at some time: which object it was and how often that had been written. The
-// number of writes alone says nothing, as another gradient may have had as many.
+// Identifies a gradient at some time: its object and how often that had been written. The number of
+// writes alone is not enough, since another gradient may have had as many.
 class GradientState {
  public:
   void note(const Tensor& gradient) {
@@ -30,24 +30,24 @@ class GradientState {
 struct ManagedParam {
   std::string name;
   Tensor tensor;
-  // Where the ranks hold parts of the gradient: the part of the parameter that this rank updates,
-  // whose `.grad` is this rank's part of the reduced gradient. Else undefined.
+  // If the ranks hold shards of the gradient: the shard of the parameter that this rank updates,
+  // whose `.grad` is this rank's shard of the reduced gradient. Else undefined.
   Tensor shard = {};
   bool ready = false;  // its gradient of this backward has come, or is known not to
-  // After a reduction: what was reduced, to see whether a step or zero_grad came since.
+  // After a reduction: the reduced gradient, to detect a step or zero_grad since.
   bool reduced = false;
   GradientState gradient = {};
   uint32_t parameter_version = 0;
   bool undivided = false;  // `.grad` is a sum that goes on, see [Note: sums of a step]
 
-  // Whose `.grad` holds what was reduced.
+  // The parameter whose `.grad` holds the reduced gradient.
   const Tensor& updated() const { return shard.defined() ? shard : tensor; }
   // Whether `.grad` is what the last reduction left there, and no step was made with it.
   bool holds_reduced() const {
     return reduced && gradient.is_that_of(updated().grad()) &&
            updated().version() == parameter_version;
   }
-  // A reduction has left there what `.grad` holds, if anything.
+  // Records that a reduction has written `.grad`, if there is one.
   void set_reduced() {
     const Tensor grad = updated().grad();
     reduced = grad.defined();

@@ -1,5 +1,5 @@
-// Deliberate bugs, for tests that prove that tests would see them. Nothing but a second compile of
-// these sources (tests/mutants) knows them: in the library TS_MUTANT is false.
+// Deliberate bugs, for tests that prove that tests notice them. Only a second compilation of these
+// sources (tests/mutants) has them: in the library TS_MUTANT is false.
 #pragma once
 
 #ifdef TESSERA_MUTANTS
@@ -12,27 +12,27 @@ enum class Mutant : uint8_t {
   kNone,
   kWrongDivide,       // the mean is taken over a rank too many
   kLaunchOutOfOrder,  // buckets are launched as they fill up
-  kOwnBucketOrder,    // buckets are made anew in this rank's order, not rank 0's
-  kStaleBucket,       // the place of an unused gradient keeps what lay there
-  kOwnUsedMap,        // what other ranks used counts for nothing
+  kOwnBucketOrder,    // buckets are rebuilt in this rank's order, not rank 0's
+  kStaleBucket,       // the place of an unused gradient keeps its old bytes
+  kOwnUsedMap,        // what other ranks used is ignored
   kReduceAlways,      // no_sync is forgotten
   kSkipInitSync,      // every rank keeps the parameters that it began with
   kSkipBuffers,       // buffers are not broadcast
-  // Of sharded parameters:
-  kSkipWait,        // a gather is read before it is there
-  kPrefetchWrong,   // another unit than the next is asked for
-  kStaleGather,     // a gather of new values passes for one of the old
-  kFreeEarly,       // a unit is released when the first of its gradients has come
+  // For sharded parameters:
+  kSkipWait,        // an all-gather is read before it has ended
+  kPrefetchWrong,   // another unit than the next is prefetched
+  kStaleGather,     // an old all-gather is taken for one of new values
+  kFreeEarly,       // a unit is resharded when its first gradient has come
   kWrongOwner,      // a rank takes another's part of the sums
   kPaddingCounted,  // padding counts as rows
   kForgetSums,      // a reduction begins anew where it should add
   kSkipReduceWait,  // sums are used before they are there
-  // Of weights that travel in fp8:
-  kStaleBytes,  // bytes of a weight's values before the step pass for those behind it
-  kOwnMaxima,   // a weight's largest magnitude is that of this rank's part
+  // For weights that are gathered in fp8:
+  kStaleBytes,  // bytes of a weight's old values are taken for those after the step
+  kOwnMaxima,   // a weight's largest magnitude is that of this rank's shard
 };
 
-// Of this thread, which is a rank.
+// The active bug of this thread, which is a rank.
 inline thread_local Mutant mutant = Mutant::kNone;
 
 }  // namespace tessera::distributed

@@ -1,13 +1,13 @@
-// What the ranks tell each other at the end of a backward, in one small reduction.
+// The ranks' agreement at the end of a backward, by one small reduction.
 //
-// [Note: fingerprint] NCCL does not compare what ranks call, and may carry out calls that differ. A
-// hash of the calls so far (Backend::fingerprint) and its complement travel behind the flags: their
-// maximum is this rank's own on all ranks only where all hashes are equal.
+// [Note: fingerprint] NCCL does not compare the ranks' calls, and may run calls that differ. A hash
+// of the calls so far (Backend::fingerprint) and its complement are sent after the flags: their
+// maximum is this rank's own on all ranks only if all hashes are equal.
 //
-// [Note: failed backward] A backward that throws on one rank would leave the others waiting for
-// what it has not sent. That rank brings the reduction to its end with zeros, and a byte behind the
-// flags tells the others of it: then all say what they have thrown, and the backward of each throws
-// with the name of the rank and its words.
+// [Note: failed backward] A backward that throws on one rank would leave the others waiting for its
+// calls. That rank completes the reduction with zeros, and a byte after the flags tells the others:
+// then all exchange their errors, and the backward of each throws with the name and the error of
+// the failed rank.
 #pragma once
 
 #include <cstdint>
@@ -25,18 +25,18 @@ class PassAgreement {
  public:
   // `flags`: their number, the same on all ranks; 0 at first.
   PassAgreement(Group& ranks, int64_t flags);
-  // Before wait() where something else has failed: the ranks hear of that.
+  // Called before wait() if something else has failed: reports it to the ranks.
   ~PassAgreement() { work_.forget(); }
   PassAgreement(const PassAgreement&) = delete;
   PassAgreement& operator=(const PassAgreement&) = delete;
-  // Of one message.
+  // The traffic of one message.
   static int64_t bytes(Group& ranks, int64_t flags);
 
   std::span<uint8_t> flags() const;
   // `failed`: this rank's backward, with `failure`. The flags must not be touched until wait().
   void issue(bool failed, const std::string& failure, std::string_view tag);
-  // The flags are then the largest of any rank. DistributedError on every rank where one has failed
-  // or has called something else.
+  // The flags are then the maximum over the ranks. DistributedError on every rank if one has failed
+  // or its calls differ.
   void wait() const;
 
  private:

@@ -1,10 +1,10 @@
-// Which parameters of a model require grad, as its ranks have agreed on it. Internal.
+// The parameters of a model that require grad, as agreed by its ranks. Internal.
 //
-// [Note: changed flags] Ranks that train different parameters would reduce different things, or
-// what some of them have alone. What has changed since the ranks agreed stands in the tags of the
-// calls that come anyway, and tags are compared before data moves: ranks that changed the same call
-// the same, and where one did not all raise, with the name of the parameter in what that rank
-// called. So a change costs no call. The end of a backward that reduced is the agreement.
+// [Note: changed flags] Ranks that train different parameters would reduce different gradients.
+// Changes since the last agreement are added to the tags of the next regular calls, and tags are
+// compared before data moves: ranks with the same changes make the same calls, and otherwise all
+// raise, with the name of the parameter in the call of the rank that differs. So a change needs no
+// extra call. The end of a backward that reduced is the agreement.
 #pragma once
 
 #include <cstddef>
@@ -22,13 +22,13 @@ class RequiresGradChanges {
   // Whose flags the ranks have compared.
   explicit RequiresGradChanges(NamedTensors parameters);
 
-  // Reads the flags: whether any has changed since it last did. A comparison a parameter.
+  // Reads the flags and returns whether any has changed since the last read. One comparison a
+  // parameter.
   bool look();
-  // Of the flags as they were read last: "" where they are those that the ranks agreed on, else
-  // what the tags of calls say: "; 'head.weight' is frozen here: set requires_grad alike on all
-  // ranks".
+  // The text for the tags of calls, from the flags of the last read: "" if they are the agreed
+  // ones, else "; 'head.weight' is frozen here: set requires_grad alike on all ranks".
   const std::string& text() const { return text_; }
-  // All ranks have called the same with it.
+  // All ranks have made the same call with it.
   void agree();
 
  private:

@@ -1,39 +1,37 @@
-// Parameters of one dtype and device whose parts the ranks of a group hold, and which are gathered
-// and reduced as one piece of memory.
+// Parameters of one dtype and device that are sharded over the ranks of a group, and gathered and
+// reduced as one flat buffer.
 //
-// Of each parameter there are two tensors:
+// Each parameter has two tensors:
 //
 //     shard   this rank's part, a DTensor: the object that the module was made with, which
 //             parameters(), optimizers and checkpoints see. It has its bytes at all times.
 //     whole   what ops read: a leaf of its own, made once. It stands in the modules' places while
 //             their calls run, and has bytes from a gather to release().
 //
-// A gradient comes to the whole, travels, and ends as the shard's `.grad`. Dtypes may differ: what
-// travels to the wholes is theirs, so that a cast comes before the gather; reductions have one of
-// their own.
+// A gradient is added to the whole, reduced, and ends as the shard's `.grad`. Dtypes may differ: an
+// all-gather sends the wholes' dtype, so a cast comes before it; reductions have their own dtype.
 //
-// [Note: sums that go on] The sum over the ranks is made by the owner of a part, which adds their
-// contributions in rank order onto what it has from earlier backwards. So N ranks with M
-// micro-batches each add in the order of one process with N * M micro-batches: g0 + g1 + g2 + ...
+// [Note: sums that go on] The owner of a shard makes the sum over the ranks: it adds their
+// contributions in rank order to its sum of earlier backwards. So N ranks with M micro-batches each
+// add in the order of one process with N * M micro-batches: g0 + g1 + g2 + ...
 //
-// [Note: casts] Under autocast most weights are read as 16-bit copies alone. Once all ranks have
-// told each other which those are, their parts are cast before they travel and arrive as autocast's
-// copies (autograd/weight_cache.h), with the bits that a cast of the whole has; the whole has no
-// bytes then. Whatever reads it after all gathers the unit as it is stored, which all ranks do
-// alike, and from then on it travels so.
+// [Note: casts] Under autocast most weights are read as 16-bit copies only. Once all ranks agree on
+// these weights, their shards are cast before the all-gather and arrive as autocast's copies
+// (autograd/weight_cache.h), with the bits that a cast of the whole has; the whole then has no
+// memory. Any other read gathers the unit in its stored dtype, on all ranks alike, and so from then
+// on.
 //
-// [Note: versions] A gather is no write: while nobody has written the shards, a whole that was
-// released and gathered again has its old version, and graphs that saved it go on. After a write
-// they refuse, as they do for any tensor.
+// [Note: versions] An all-gather does not count as a write: while nobody has written the shards, a
+// whole that was resharded and gathered again has its old version, and graphs that saved it stay
+// valid. After a write they refuse, as for any tensor.
 //
-// [Note: parts on the host] Of a GPU the shards and their gradients may lie in page-locked memory
-// of the host (offload_policy.h); wholes stay with the device. A gather begins with this rank's
-// part, which travels up, cast where parameters travel cast: to where the gather takes it from. The
-// host keeps what it has cast until a shard is written. A reduction ends with its
-// results, which travel down in the dtype that they were reduced in. There they are added onto sums
-// that go on, element by element, as a GPU's stream does behind a reduction, and are divided. Only
-// the sums that replicas add up, in the last micro-batch of a step, are completed on the device,
-// where what the host holds of them travels up before.
+// [Note: parts on the host] On a GPU the shards and their gradients may be in page-locked host
+// memory (offload_policy.h); wholes are on the device. An all-gather begins with the upload of this
+// rank's shard, cast if parameters are gathered cast. The host keeps casts until a shard is
+// written. A reduction ends with the download of its results in the dtype of the reduction. They
+// are added there to continued sums, element by element, as a GPU's stream does after a reduction,
+// and are divided. Only sums over replicas, in the last micro-batch of a step, are completed on the
+// device, to which the host's sums are uploaded before.
 #pragma once
 
 #include <cstdint>
@@ -57,23 +55,23 @@ struct ShardedParam {
   std::string name;                   // dotted, in the model
   Tensor shard, whole;                // see above
   std::vector<Tensor*> places;        // of modules, more than one where it is tied
-  int shard_dim = 0;                  // that is cut; evenly where it is not the first
+  int shard_dim = 0;                  // the sharded one; evenly if it is not the first
   Shape shape = {};                   // of the whole
-  std::optional<DType> cast = {};     // see [Note: casts]: its copies in this dtype alone are read
+  std::optional<DType> cast = {};     // see [Note: casts]: only its copies in this dtype are read
   std::shared_ptr<Fp8Part> fp8 = {};  // or its bytes
   uint32_t gathered_shard = 0;        // versions at the last gather
   uint32_t gathered_whole = 0;
   bool trains() const { return whole.requires_grad(); }
 };
 
-// Among whom the parameters are cut.
+// The ranks over which the parameters are sharded.
 struct ShardRanks {
   Mesh* mesh = nullptr;       // of one axis, or of two, the first of which replicates
   Group* shards = nullptr;    // along the axis that cuts
   Group* replicas = nullptr;  // along the other, or none
 };
 
-// Of one group, in the words of MixedPrecisionPolicy and of the options. Absent: the parameters' own.
+// The options of one group, as in MixedPrecisionPolicy. Absent: the parameters' own dtype.
 struct GroupDTypes {
   std::optional<DType> param_dtype = {};   // of what ops read
   std::optional<DType> reduce_dtype = {};  // of gradients as they travel; absent: as they are kept
@@ -94,8 +92,8 @@ class ParamGroup {
   std::vector<ShardedParam>& params() { return params_; }
   const std::vector<ShardedParam>& params() const { return params_; }
   bool trains() const { return !trained_.empty(); }
-  bool keeps_wholes() const { return keeps_wholes_; }  // they are never released
-  // Bytes of what a gather makes, padding included, and of a rank's part of the parameters.
+  bool keeps_wholes() const { return keeps_wholes_; }  // they are never resharded
+  // Bytes of an all-gather's result, padding included, and of a rank's shard of the parameters.
   virtual int64_t whole_bytes() const {
     return ranks_.shards->size() * part_numel_ * size_of(whole_dtype_);
   }
@@ -104,36 +102,37 @@ class ParamGroup {
   int64_t reduced_bytes() const {
     return ranks_.shards->size() * gradient_numel_ * size_of(reduce_dtype_);
   }
-  // ---- see [Note: parts on the host]; 0 where they lie with the device
+  // ---- see [Note: parts on the host]; 0 if they are on the device
   bool is_offloaded() const { return offload_ != OffloadPolicy::kNone; }
   OffloadPolicy offload() const { return offload_; }
-  // What a gather from the host's parts brings up, what a reduction brings down (in a step's last
-  // micro-batch, in one before), and what the last one of a step brings up if there were others.
+  // Bytes that an all-gather uploads, that a reduction downloads (in a step's last micro-batch, in
+  // an earlier one), and that the last one of a step uploads if there were others.
   virtual int64_t uploaded_bytes() const { return 0; }
-  // Whether the gather of a backward begins there, too: no other one has left a part.
+  // Whether the all-gather of a backward begins on the host, too, because no earlier one has left a
+  // part.
   virtual bool gathers_from_host_again() const { return false; }
   int64_t downloaded_bytes(bool is_last) const;
   int64_t continued_bytes() const;
-  // The host waits until nothing reads the parts any more: they may be written.
+  // The host waits until no transfer reads the shards any more: they may be written.
   void settle();
   DType dtype() const { return dtype_; }
   DType whole_dtype() const { return whole_dtype_; }
-  // Where a shard has changed whether it requires grad, its whole follows, and what is reduced.
-  // Between backwards. Whether anything has changed.
+  // Follows changes of the shards' requires_grad, for the wholes and the reductions. Between
+  // backwards. Returns whether anything has changed.
   bool follow_requires_grad();
 
-  // Shards that got other memory (they were loaded, or given memory after a construction without)
-  // lie in the unit's own again.
+  // Moves shards that got other memory (by a load, or an allocation after construction) into the
+  // unit's own memory again.
   virtual void bring_home() = 0;
 
   // ---- Parameters. All ranks call these alike.
-  // Issues the gather unless the wholes are there and hold what the shards hold. `cast`: the dtype
-  // in which autocast reads weights, where it is on; what has other reads is gathered as well.
+  // Issues the all-gather unless the wholes exist with the shards' values. `cast`: the dtype in
+  // which autocast reads weights, if it is on; weights with other reads are gathered as well.
   void start_gather(std::optional<DType> cast = {});
-  // The wholes can be read. Nothing where no gather is under way.
+  // Waits until the wholes can be read. No effect without an all-gather.
   void finish_gather();
-  // Frees the wholes where they are not kept (ZeRO-1 and 2 keep them). `keep_part`: this rank's
-  // part among fewer ranks stays, where there are such (RowShards), and the next gather is theirs.
+  // Frees the wholes unless they are kept (ZeRO-1 and 2 keep them). `keep_part`: this rank's part
+  // among fewer ranks stays, if there are such (RowShards), and the next all-gather is among these.
   void release(bool keep_part = false) noexcept;
   bool is_whole() const { return state_ == State::kWhole; }
   bool is_gathering() const { return state_ == State::kGathering; }
@@ -141,42 +140,42 @@ class ParamGroup {
     return state_ == State::kWhole && is_as_gathered() && serves(cast);
   }
   bool is_as_gathered() const;  // the shards hold what they did at the last gather
-  // For a read that no cast serves: the wholes have their bytes, and this one always will.
+  // For a read that no cast serves: the wholes get their memory, and this one keeps it always.
   virtual void gather_whole(size_t param);
-  // Whether parameters may travel cast, and what autocast's reads are.
+  // Whether parameters may be gathered cast, and which reads autocast has.
   virtual bool may_cast() const { return false; }
   virtual bool may_travel_in_fp8() const { return false; }
   void set_cast(size_t param, std::optional<DType> cast) { params_[param].cast = cast; }
-  // Its bytes travel, by `key`; none: they do not.
+  // Gathers the fp8 bytes of `key`; none: does not.
   void set_fp8(size_t param, std::optional<WeightKey> key,
                const std::shared_ptr<Fp8Maxima>& maxima);
   // What stands in the modules' places.
   void show_wholes();
   void show_shards();
-  // Throws AutogradError where a whole was written since it was gathered: the write would be lost.
+  // Throws AutogradError if a whole was written since it was gathered: the write would be lost.
   void check_unwritten() const;
-  // The wholes' own parts become the shards' values: what was written to gathered parameters stays.
+  // Copies the wholes' own parts into the shards, to keep writes to unsharded parameters.
   void keep_written();
 
   // ---- Gradients, of one backward
   virtual void begin_backward();
-  // What a backward that threw has left comes to its end and counts for nothing.
+  // Completes and discards what a backward that threw has left.
   void abandon() noexcept;
-  // The same without waiting, of all that is under way: the others may never come to it.
+  // The same without waiting for running calls, which the others may never make.
   void let_go() noexcept;
   // The gradient of params()[i] of this rank has come, or zeros stand for it.
   void arrive() { --pending_; }
   bool is_complete() const { return pending_ == 0; }
   bool is_reducing() const { return reducing_; }
   void set_reducing() { reducing_ = true; }
-  // Issues the reduction of the wholes' gradients, zeros where there are none, onto the sums of
+  // Issues the reduction of the wholes' gradients, zeros if there are none, onto the sums of
   // earlier backwards. `zeros`: this rank contributes nothing. `all_reduce`: as wait_reduce().
   void start_reduce(bool zeros, bool all_reduce);
-  // A call without data in the place of a reduction, where nothing here trains on this rank and the
-  // others have still to agree on that.
+  // A call without data instead of a reduction, when no parameter here trains on this rank and the
+  // others still have to agree on that.
   Work start_agreement();
-  // Waits; frees what was sent. Issues the sum along the replicated axis, where `all_reduce` says
-  // so: the sums are then those of all ranks.
+  // Waits and frees what was sent. Issues the sum along the replicated axis with `all_reduce`: the
+  // sums are then those of all ranks.
   void wait_reduce(bool all_reduce);
   // Waits for that. The mean of the sum.
   void finish_sum(double divisor);
@@ -212,7 +211,7 @@ class ParamGroup {
   virtual Tensor own_part(size_t param) const = 0;
   // [ranks x part] of the reduce dtype, in which this rank's gradients lie.
   virtual Tensor reduce_input(bool zeros) = 0;
-  virtual void follow_trained() {}  // the list of trained parameters is another
+  virtual void follow_trained() {}  // the list of trained parameters has changed
   // Memory for the sums, [part], without values.
   virtual Tensor new_sums();
   // Where the part of a trained parameter lies in the sums.
@@ -220,7 +219,7 @@ class ParamGroup {
   // Memory for the shards, zeros: the device's or the host's.
   Tensor new_part() const;
   HostTransfers& transfers();
-  // Of a unit that was made without memory: where its parameters are now.
+  // For a unit that was made on the meta device: where its parameters are now.
   void take_device(const Device& device);
   std::vector<uint32_t> shard_versions() const;
   // As whole and shard are made: the shard's object gets the bytes of `part`, and the placements.

@@ -10,7 +10,7 @@
 
 namespace tessera::distributed {
 
-// Of a whole without bytes, so that whatever would read it says why not.
+// Guards a resharded whole, so that a read is an error that says why it has no memory.
 struct ReleasedStorage : UnreadableStorage {
   ReleasedStorage(std::string name_in, std::string tag_in)
       : name(std::move(name_in)), tag(std::move(tag_in)) {}

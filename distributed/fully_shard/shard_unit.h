@@ -1,4 +1,4 @@
-// Parameters that are gathered together before a module runs and let go afterwards.
+// Parameters that are gathered together before a module runs and resharded afterwards.
 #pragma once
 
 #include <algorithm>
@@ -38,16 +38,16 @@ struct ShardUnit {
   MixedPrecisionPolicy precision;
   ShardRanks ranks;
   std::vector<HookHandle> handles;
-  // Asked for ahead in place of the next one of the last forward, or of the one called before.
+  // Prefetched instead of the next one of the last forward, or of the one called before.
   std::vector<std::weak_ptr<ShardUnit>> forward_prefetch, backward_prefetch;
-  // Whole tensors of modules that were frozen when they were sharded, and stay each rank's own.
+  // Whole tensors of modules that were frozen when they were sharded, which ranks do not share.
   NamedTensors left_whole;
-  // Places of what is no part of the unit on purpose: ignored, or left whole.
+  // Places of parameters that are intentionally not part of the unit: ignored, or left whole.
   ParameterPlaces left_out;
   // Made when the root is called first, for all units under it.
   std::shared_ptr<UnitSchedule> schedule;
   bool is_root = false;
-  // Where it is the root, of the model:
+  // For the root, of the model:
   UnitScheduleOptions settings = {};
   bool broadcasts_buffers = false;
 

@@ -1,38 +1,38 @@
-// When the units of a model are gathered, released and reduced.
+// When the units of a model are gathered, resharded and reduced.
 //
-// [Note: life of a unit] Before a call of its module it is gathered, and the unit that was called
-// after it the last time is asked for. After the call it is released, where its mode says so. When
-// the gradient of an output comes it is gathered again, and the one that was called before it is
-// asked for: exactly one ahead. When the gradients of all its parameters have come it is released
-// and its gradients travel, while backward goes on.
+// [Note: life of a unit] Before a call of its module a unit is gathered, and the unit that was
+// called after it the last time is prefetched. After the call it is resharded, if its mode says so.
+// When the gradient of an output comes it is gathered again, and the one that was called before it
+// is prefetched: exactly one ahead. When the gradients of all its parameters have come it is
+// resharded and its gradients are reduced, while backward goes on.
 //
-// [Note: three units] In a unit's backward its weights are there and its gradients come. Beside
-// them one more unit has memory: at first the one behind, whose gradients travel, then the one
-// ahead, whose weights do. The change comes when a quarter of the gradients has: what travels has
-// that much of the computation, or the rest of it, to hide behind. Where one weight is nearly the
-// whole unit there is no such point, and the gather begins at once.
+// [Note: three units] In a unit's backward its weights are unsharded and its gradients come. One
+// more unit has memory then: at first the previous one, whose gradients are being reduced, then the
+// next one, whose weights are gathered. The change comes when a quarter of the gradients has: each
+// transfer overlaps with that much of the computation, or the rest of it. If one weight is nearly
+// the whole unit there is no such point, and the all-gather begins at once.
 //
 // [Note: order of reductions] Reductions are issued in one order on all ranks, that of the first
-// calls of the last forward from back to front, whatever order gradients come in. A unit that waits
-// for an earlier one keeps its gradients meanwhile.
+// calls of the last forward in reverse, whatever order gradients come in. A unit that waits for an
+// earlier one keeps its gradients meanwhile.
 //
-// [Note: end of a unit's backward] A unit is released when the gradients of its parameters have
-// come and backward has passed the inputs of its calls: what it holds may be read up to there, also
-// where no gradient comes of it (frozen weights, a detached one). Inputs that require no grad tell
-// nothing; then it is read on the way to parameters of units that were called inside of its calls,
-// so that it waits for their gradients as well.
+// [Note: end of a unit's backward] A unit is resharded when the gradients of its parameters have
+// come and backward has passed the inputs of its calls: until then its weights may be read, also if
+// they get no gradient (frozen weights, a detached one). If inputs do not require grad this is not
+// known; then the weights are read on the way to parameters of units that were called inside of its
+// calls, so it waits for their gradients as well.
 //
-// [Note: backwards that threw] The other ranks may be in a gather that this one will never call,
-// and it cannot call what they do without knowing how far they are. So it tells them
-// (Group::tell()) and waits for nothing: the next call of each raises with what was thrown. That
-// happens when whoever caught the error calls fail_backward(), as the Accelerator does, else when
-// the model is called next. With the next call of the model all ranks, which have failed by then,
-// go on alike (resume_calls()). Where GPUs' calls are not compared nobody can be told in one: there
-// no host waits for another in backward, and the rank makes the calls that the others make.
+// [Note: backwards that threw] The other ranks may be in an all-gather that this one will never
+// call, and it cannot make their calls without knowing how far they are. So it tells them
+// (Group::tell()) and does not wait: the next call of each raises with the error. That happens when
+// whoever caught the error calls fail_backward(), as the Accelerator does, else when the model is
+// called next. With the next call of the model all ranks, which have failed by then, continue alike
+// (resume_calls()). If GPUs' calls are not compared no rank can be told in one: there no host waits
+// for another in backward, and the rank makes the calls that the others make.
 //
 // [Note: recomputation] A module that runs again inside of a backward (checkpoint()) finds its unit
-// gathered for its backward. Such calls neither release it nor count for the order. Where a part of
-// a call runs again, the unit's weights stand in the module as they did in the call.
+// gathered for its backward. Such calls neither reshard it nor count for the order. If a part of a
+// call runs again, the unit's weights are in the module as in the call.
 #pragma once
 
 #include <cstdint>
@@ -63,7 +63,7 @@ struct UnitCall {
 class UnitSchedule final : public GradientSchedule {
  public:
   using Options = UnitScheduleOptions;
-  // `units`: the root first. `ranks`: all that batches are dealt over. They must outlive it.
+  // `units`: the root first. `ranks`: all that share batches. They must outlive it.
   UnitSchedule(const std::vector<std::shared_ptr<ShardUnit>>& units, Group& ranks,
                const Options& options);
   ~UnitSchedule() override;
@@ -81,7 +81,7 @@ class UnitSchedule final : public GradientSchedule {
   void enter(ShardUnit& unit, bool again = false);
   void after_forward(ShardUnit& unit, nn::TensorRefs inputs, nn::TensorRefs outputs);
   void leave(ShardUnit& unit, bool last, bool failed) noexcept;
-  // Backward has come to the inputs of a call.
+  // Backward has reached the inputs of a call.
   void input_arrived(ShardUnit& unit);
   // Asked in each recorded forward of the root, see DataParallelModel.
   std::function<std::function<void()>()> observer;
@@ -141,7 +141,7 @@ class UnitSchedule final : public GradientSchedule {
   RequiresGradChanges changes_;
 
   std::vector<ShardUnit*> open_calls_;  // the innermost last
-  // Of the forward under way or the last one, and the one before: units by their first call.
+  // Those of the current or last forward, and of the one before: units by their first call.
   std::vector<ShardUnit*> called_, called_before_;
   std::shared_ptr<UnitCall> last_call_;     // of this forward, whose outputs require grad
   std::shared_ptr<UnitCall> current_call_;  // that a backward has begun last

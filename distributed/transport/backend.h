@@ -128,8 +128,8 @@ class Backend {
   // Moves a call that said it `waits` on this thread, at most until the deadline. Returns early
   // where another thread moves it already.
   virtual void drive(const std::shared_ptr<void>&, std::chrono::steady_clock::time_point) {}
-  // A backend for the ranks of one colour, ordered as in `members` (ranks of this one). Every rank
-  // of this backend calls it, with its own colour; color < 0 takes part and gets null.
+  // A backend for the ranks of one color, ordered as in `members` (ranks of this one). Every rank
+  // of this backend calls it, with its own color; color < 0 takes part and gets null.
   virtual std::unique_ptr<Backend> split(int color, std::span<const int> members,
                                          const std::string& name) = 0;
   // All calls under way and all later ones end with `error`. Any thread; idempotent.

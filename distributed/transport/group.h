@@ -230,7 +230,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::map<int64_t, std::string> failed_;  // calls under way that nobody has waited for, by number
 };
 
-// The world group of the current Context: one rank where nothing was initialised.
+// The world group of the current Context: one rank where nothing was initialized.
 Group& world();
 int rank();
 int world_size();

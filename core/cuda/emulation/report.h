@@ -27,7 +27,7 @@ struct CountedTraffic {
 // races are not tracked everything counted is 0.
 std::vector<CountedTraffic> count_traffic(const std::function<void()>& work);
 
-// How often the host waited for queued work so far: synchronisations, and copies to host memory.
+// How often the host waited for queued work so far: synchronizations, and copies to host memory.
 int64_t host_waits();
 
 // Calls so far that make an event, and that ask whether one has happened.

@@ -48,7 +48,7 @@ struct GemmMatrix {
   void* data = nullptr;
 };
 
-// Of fp8 numbers: how many a scale serves. Scales lie as written here, neighbours beside each
+// Of fp8 numbers: how many a scale serves. Scales lie as written here, neighbors beside each
 // other, from an address that is a multiple of 16. All but the first need compute capability 9.0.
 enum class GemmScale : uint8_t {
   kTensor,  // one number

@@ -2,7 +2,7 @@
 //
 // Everything lives in the namespace of the instruction set and without linkage (see isa.h).
 // A kernel works on contiguous blocks of the compute type. Where the storage type is another one or
-// the elements are not neighbours, a block is first brought to a buffer in L1, so that a kernel is
+// the elements are not neighbors, a block is first brought to a buffer in L1, so that a kernel is
 // compiled once for float and once for double, not once for every dtype and layout.
 #pragma once
 
@@ -69,7 +69,7 @@ TS_HD void stage_out(T* TS_RESTRICT y, int64_t n, const C* TS_RESTRICT buffer) {
 }
 
 // A register's worth of numbers. Arithmetic, comparison and ?: of the compiler's vector types are
-// used where a plain loop would not vectorise: reductions that must not drop a NaN.
+// used where a plain loop would not vectorize: reductions that must not drop a NaN.
 #if defined(__AVX512F__)
 inline constexpr int kPackBytes = 64;
 #else

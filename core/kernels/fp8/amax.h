@@ -1,4 +1,4 @@
-// The largest magnitude of a tensor, from which scales are made before it is quantised
+// The largest magnitude of a tensor, from which scales are made before it is quantized
 // (quantize.h): of a part of a matrix whose other parts lie with other ranks.
 #pragma once
 

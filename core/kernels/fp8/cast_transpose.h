@@ -1,4 +1,4 @@
-// Quantisation for fp8 products, whose operands are needed in both orders: a matrix times a
+// Quantization for fp8 products, whose operands are needed in both orders: a matrix times a
 // scale, narrowed, by rows and by columns, with the largest magnitude beside it. One read of the
 // matrix for all of it.
 #pragma once

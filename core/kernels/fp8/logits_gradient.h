@@ -1,4 +1,4 @@
-// Quantisation of the gradient that the logits of a mean of cross-entropies have.
+// Quantization of the gradient that the logits of a mean of cross-entropies have.
 #pragma once
 
 #include <tessera/core/kernels/fp8/quantize.h>

@@ -1,4 +1,4 @@
-// What a GPU knows of a quantised part that travels: its label, 24 bytes that the host never reads
+// What a GPU knows of a quantized part that travels: its label, 24 bytes that the host never reads
 // (distributed/fully_shard/fp8_part.h has the same for the host).
 //
 //     f32 scale, 0 of an empty part | f32 largest magnitude | i64 saturated | i64 underflown

@@ -1,4 +1,4 @@
-// Quantisation to fp8: a matrix in one byte an element, and a scale for each of its tiles.
+// Quantization to fp8: a matrix in one byte an element, and a scale for each of its tiles.
 //
 //     const Quantized q = kernels::quantize(x, {.format = kF8E4M3, .tile = ScaleTile::row()});
 //     // x[m, n] is about q.values[m, n] * q.inverse[m, 0]
@@ -69,7 +69,7 @@ float fp8_scale(float amax, DType format, bool power_of_two, int margin = 0);
 // ways.
 struct QuantizeWants {
   bool by_rows = true, by_columns = false;  // values, transposed
-  bool sums = false;  // of the columns of x, [N] of x's dtype, before it is quantised
+  bool sums = false;  // of the columns of x, [N] of x's dtype, before it is quantized
   std::optional<DType> through = {};  // f16, bf16: an f32 x is rounded to it first
   Tensor factor = {};      // f32 [1]: x is multiplied by it first, and rounded to its dtype
   Tensor of_largest = {};  // f32 [1]: the one scale is of this magnitude, x being a part
@@ -85,7 +85,7 @@ struct QuantizeWants {
 // A GPU has the tiles that its products take: the whole matrix, 128 x 128, and for one of the
 // copies a row or 1 x 128 by rows, a column or 128 x 1 by columns. Others are an UnsupportedError.
 // Tiles of 128 it reads once. There scales lie as products read them: those of 1 x 128 with
-// neighbouring rows beside each other, those of 128 x 128 with neighbouring columns, a multiple of
+// neighboring rows beside each other, those of 128 x 128 with neighboring columns, a multiple of
 // four a row.
 Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale = {},
                    const QuantizeWants& wants = {});
@@ -108,7 +108,7 @@ Quantized quantize_gelu_grad(const Tensor& dy, const Tensor& x, bool tanh_form,
                              const QuantizeOptions& options, const Tensor& scale = {},
                              const QuantizeWants& wants = {});
 
-// a b, of quantised matrices a: [M, K] and b: [K, N], each as it lies or (`transposed`) turned
+// a b, of quantized matrices a: [M, K] and b: [K, N], each as it lies or (`transposed`) turned
 // around. fp8 numbers, with powers of two as the scales along K too, are bf16 numbers, so that
 // the products are exact; they are added up in f32, multiplied by the inverse scales and rounded
 // once to `dtype` (f32, f16, bf16). Scales along K that are no powers of two throw ValueError.

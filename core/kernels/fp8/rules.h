@@ -1,4 +1,4 @@
-// The arithmetic of quantisation (quantize.h), the same on both devices.
+// The arithmetic of quantization (quantize.h), the same on both devices.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Factorisations of matrices and what they solve, on the CPU, by Eigen.
+// Factorizations of matrices and what they solve, on the CPU, by Eigen.
 //
 // Matrices are the last two dimensions: [..., rows, columns], any strides; what stands before is a
 // batch. f32 and f64. Results are contiguous; meta tensors give meta results. One thread works on a

@@ -1,4 +1,4 @@
-// Normalisation: forward keeps nothing but the statistics, backward is one sweep.
+// Normalization: forward keeps nothing but the statistics, backward is one sweep.
 //
 // x, dy: f64, f32, bf16 or f16; weight and bias: of x's dtype or f32 (f64), or absent. Statistics
 // and arithmetic are f32 (f64 for f64), sums over blocks f64. Results are contiguous in x's dtype,
@@ -58,7 +58,7 @@ struct RowNormBackwardOptions {
   // they are left undefined.
   bool column_sums = false;
 };
-// `dsum`: a gradient that reaches the normalised tensor from elsewhere (the residual stream), added
+// `dsum`: a gradient that reaches the normalized tensor from elsewhere (the residual stream), added
 // to the input's, or absent. `wanted`: which gradients to make (input, weight, bias).
 RowNormGradients row_norm_backward(const Tensor& dy, const Tensor& dsum, const Tensor& x,
                                    int64_t columns, const Tensor& weight, const Tensor& mean,

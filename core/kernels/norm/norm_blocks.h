@@ -9,7 +9,7 @@
 
 namespace tessera::kernels {
 
-// Rows of C columns. Where residual is given, sum receives x + residual and is what is normalised.
+// Rows of C columns. Where residual is given, sum receives x + residual and is what is normalized.
 struct RowNormBlock {
   DType dtype;
   int64_t rows, C;

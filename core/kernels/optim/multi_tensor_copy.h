@@ -16,8 +16,8 @@
 //
 // Cost: every element is read once and written once. On a GPU it is one launch and a table of 40
 // bytes a piece (uploaded, or a constant of the graph that captures it); pieces whose memory begins
-// at multiples of 16 bytes on both sides move in vectors, others element by element, neighbours by
-// neighbouring threads. On the CPU it is one parallel loop over all elements, cut evenly wherever
+// at multiples of 16 bytes on both sides move in vectors, others element by element, neighbors by
+// neighboring threads. On the CPU it is one parallel loop over all elements, cut evenly wherever
 // pieces begin.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Windows over the last two dimensions: maximum, mean, nearest neighbour, and their transposes.
+// Windows over the last two dimensions: maximum, mean, nearest neighbor, and their transposes.
 #pragma once
 
 #include <vector>

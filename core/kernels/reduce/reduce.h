@@ -4,7 +4,7 @@
 // lanes over blocks of 1024 elements and in f64 above (f64 all the way for f64), integers and bool
 // in i64. The order is a function of shape and strides alone: the same bits for any thread count.
 // Cost: x is read once (var, logsumexp: twice), by rows where the reduced dimension is the one
-// whose elements are neighbours, by columns otherwise. Meta tensors give meta results. Throws
+// whose elements are neighbors, by columns otherwise. Meta tensors give meta results. Throws
 // DTypeError (fp8), DeviceError, IndexError (an extremum of nothing).
 #pragma once
 

@@ -39,7 +39,7 @@ enum Tag : int { kHeaderTag, kPayloadTag, kResultTag, kFirstPeerTag };
 
 void start_send(const Ranks& ranks, int peer, int tag, Part part, Requests* requests);
 void start_receive(const Ranks& ranks, int peer, int tag, Part part, Requests* requests);
-// Of every other rank; from the neighbour on, so that no rank is everyone's first. Empty parts are
+// Of every other rank; from the neighbor on, so that no rank is everyone's first. Empty parts are
 // not sent.
 void start_receives(const Ranks& ranks, int tag, std::span<const Part> receives,
                     Requests* requests);
