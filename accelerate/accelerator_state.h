@@ -1,4 +1,4 @@
-// What the Accelerator keeps between calls. Internal: accelerator.h is the interface.
+// The Accelerator's state between calls. Internal: accelerator.h is the interface.
 #pragma once
 
 #include <cstdint>
@@ -30,21 +30,21 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   LossScaling loss_scaling{settings, *this};
   Clipping clipping{settings, *this, loss_scaling};
   int64_t steps = 1;
-  // Of a DeepSpeed configuration: samples of a rank's micro-batch, 0 where it says none, and where
-  // they come from.
+  // From a DeepSpeed configuration: samples of a rank's micro-batch, 0 if it sets none, and the
+  // place that sets them.
   int64_t micro_batch_size = 0;
   std::string batch_arithmetic;
   // Optimizers and schedules that were made from it and not prepared yet.
   std::unordered_map<const void*, Life> configured;
   bool sync_with_dataloader = true;
-  int data_ranks = 1;  // that batches are dealt among
-  // What was forgotten because it died, for checkpoints: "a model Linear".
+  int data_ranks = 1;  // number of ranks that share batches
+  // Destroyed objects, for checkpoints: "a model Linear".
   std::vector<std::string> gone;
   std::unique_ptr<accelerate::LoaderPlan> loader_plan;
   std::unique_ptr<accelerate::StateIo> io;    // made at the first use
-  distributed::ParallelDims* dims = nullptr;  // who does what together
+  distributed::ParallelDims* dims = nullptr;  // the groups of ranks for each purpose
 
-  // The micro-batches that are open, the innermost last.
+  // The open micro-batches, the innermost last.
   struct OpenMicro {
     uint64_t id;
     std::vector<std::shared_ptr<ModelRecord>> records;
@@ -53,7 +53,7 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   uint64_t next_id = 0;
   bool joined = false;
   bool has_told_of_cuts = false;
-  // What a restart must know beside the objects' own states.
+  // State that a restart needs besides the objects' own.
   struct Counters {
     int64_t micro_batches = 0;  // of all ranks, opened so far
     WindowWeights::Nominal nominal = {};
@@ -67,7 +67,7 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   int forward_depth = 0;
 
   void settle_batch_sizes();
-  // Another number of steps, of all models or of one, beside the sizes in the file.
+  // Sets another number of steps, for all models or one, against the sizes in the file.
   void settle_steps(int64_t other, bool of_all);
   void check_micro_batch() const;
   void check_configured(const void* object, bool has_section, std::string_view section,
@@ -77,7 +77,7 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   void prepare_loader(const accelerate::LoaderRequest& request);
   template <class T>
   void prepare_schedule(std::vector<ScheduleRecord<T>>& known, T& schedule);
-  // Before anything that looks at prepared objects.
+  // Called before anything that looks at prepared objects.
   void forget_dead();
   void check_complete(std::string_view where);
   void check_between_windows(std::string_view where);
@@ -93,20 +93,20 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
     distributed::CapturedCalls calls;
   };
   CaptureNotes* capturing = nullptr;
-  // A graph repeats what the device did, and nothing of what stands below; a graphed step does.
+  // A graph repeats only the device's work; a graphed step also does the following.
   void refuse_in_capture(std::string_view where) const;
-  // Of numbers of the host that a graphed step does not know.
+  // For host values that a graphed step does not know.
   void refuse_in_graphed_step(bool given, std::string_view where, std::string_view what) const;
   void begin_random_numbers();
   double weigh(std::optional<double> given);
   distributed::StepPlan plan_backward(const ModelRecord& record, const StepWindow* window,
                                       bool more, double weight) const;
   class BackwardCall;
-  // Those whose loop over a loader ended by break or an exception.
+  // Windows whose loop over a loader ended by break or an exception.
   void end_left_windows();
   // A step or zero_grad() has come to its models' gradients.
   void settle_gradients(OptimizerRecord& record);
-  // Before the next loss is scaled.
+  // Called before the next loss is scaled.
   void update_scale();
   optim::StepDecision may_step(OptimizerRecord& record);
   optim::StepDecision may_step_schedule_of(const optim::Optimizer& optimizer);

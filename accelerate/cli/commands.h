@@ -13,8 +13,8 @@ class App;
 
 namespace tessera {
 
-// A mistake on the command line: a flag's value that cannot be, flags that do not go together. The
-// command's code is 2 then, and 1 for what files and machines do not have.
+// A mistake on the command line: an invalid value of a flag, flags that do not go together. The
+// command's exit code is 2 then, and 1 for errors of files and machines.
 class UsageError : public ConfigError {
  public:
   using ConfigError::ConfigError;
@@ -24,7 +24,7 @@ class UsageError : public ConfigError {
 
 namespace tessera::cli {
 
-// `program`: the words after the subcommand's own options. Sets `exit_code` when it has run.
+// `program`: the words after the subcommand's own options. Sets `exit_code` after it has run.
 void add_launch(CLI::App& app, const std::vector<std::string>& program, int& exit_code);
 void add_config(CLI::App& app, int& exit_code);
 void add_convert(CLI::App& app, int& exit_code);
@@ -32,7 +32,8 @@ void add_env(CLI::App& app, int& exit_code);
 void add_estimate_memory(CLI::App& app, int& exit_code);
 void add_merge_weights(CLI::App& app, int& exit_code);
 void add_plan(CLI::App& app, int& exit_code);
-// Becomes another program, which gets `words`: those after the subcommand's name.
+// Replaces this process by another program, with `words` as arguments: those after the subcommand's
+// name.
 void add_price(CLI::App& app, const std::vector<std::string>& words);
 void add_test(CLI::App& app, int& exit_code);
 void add_agent(CLI::App& app, const std::vector<std::string>& program, int& exit_code);
@@ -41,7 +42,7 @@ void add_agent(CLI::App& app, const std::vector<std::string>& program, int& exit
 // text.
 void add_settings(CLI::App& app, std::map<std::string, std::string>& values);
 
-// What is wrong with a number of bytes ("5GB", "300MiB"); empty: nothing. A check of CLI11.
+// The error of a number of bytes ("5GB", "300MiB"); empty if it is valid. A check of CLI11.
 std::string byte_size_problem(const std::string& text);
 
 }  // namespace tessera::cli

@@ -1,5 +1,4 @@
-// The command line of `tessera price`, which the command reads to check it and the program
-// tessera-price to do it.
+// The command line of `tessera price`; the command checks it and the program tessera-price runs it.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The agent: `tessera agent` runs once beside each rank, started by mpirun or srun. It starts the
-// program, waits for it, tells the launcher how it ended, forwards signals and output, and dies
-// with either of them.
+// program, waits for it, reports to the launcher how it ended, forwards signals and output, and
+// ends when either of them dies.
 #pragma once
 
 #include <string>
@@ -13,8 +13,8 @@ struct AgentOptions {
   bool prefix_output = true;  // "[3] " before each line of rank 3, where there are several ranks
 };
 
-// Returns 0 when the launcher knows how the program ended (mpirun, told of another code, would
-// only complain); 1 where the agent itself failed.
+// Returns 0 when the launcher knows how the program ended (mpirun would only complain about another
+// code); 1 if the agent itself failed.
 int run_agent(const AgentOptions& options);
 
 }  // namespace tessera::launch

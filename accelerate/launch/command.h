@@ -1,5 +1,5 @@
 // The command line that starts one agent for each rank: mpirun's, or srun's inside a Slurm
-// allocation. Pure functions of what was asked and of what the machine is.
+// allocation. Pure functions of the options and the machine.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace tessera::launch {
 
-// What the command line depends on.
+// The machine's properties that the command line depends on.
 struct Machine {
   std::string executable;  // this `tessera` command, which is the agent too
   std::string mpirun;      // empty: not installed
@@ -24,10 +24,10 @@ struct Machine {
 };
 Machine this_machine(const Environment& environment);
 
-// Where a folder for what ranks share belongs; empty: MPI finds places itself, as on several hosts.
+// Where to put a folder for shared memory; empty: MPI chooses, as on several hosts.
 std::string segments_parent(const LaunchOptions& options, const Machine& machine, int ranks);
 
-// ConfigError where none of them can do it: several ranks without MPI.
+// ConfigError if no starter works: several ranks without MPI.
 Manager choose_manager(const LaunchOptions& options, const Machine& machine, int ranks);
 
 struct ManagerCommand {
@@ -41,8 +41,8 @@ ManagerCommand manager_command(Manager manager, const LaunchOptions& options,
                                const Machine& machine, int ranks, const std::string& host_file,
                                const Environment& environment, const Environment& job);
 
-// The environment without what an outer launcher left in it: a launch inside a launch is a job of
-// its own.
+// The environment without variables of an outer launcher: a launch inside a launch is a separate
+// job.
 Environment without_launchers(Environment environment);
 
 std::string printable(const std::vector<std::string>& command);  // quoted for a shell

@@ -17,13 +17,13 @@ struct Host {
   friend bool operator==(const Host&, const Host&) = default;
 };
 
-// `name` is what errors call the text. FormatError with the line's number: unknown words, slots
+// Errors call the text `name`. FormatError with the line's number: unknown words, slots
 // below 1, a host named twice, no host at all.
 std::vector<Host> parse_hosts(std::string_view text, std::string_view name);
 std::vector<Host> read_host_file(const std::string& path);  // and IoError
 std::string format_hosts(const std::vector<Host>& hosts);
 
-// ConfigError where `ranks` ranks do not fit into the slots.
+// ConfigError if `ranks` ranks do not fit into the slots.
 void check_slots(const std::vector<Host>& hosts, int ranks, bool oversubscribe);
 
 }  // namespace tessera::launch

@@ -1,5 +1,5 @@
 // The launcher: `tessera launch` hosts the job's store, starts an agent for each rank, watches the
-// job and returns the code of the first cause where it fails.
+// job and returns the exit code of the first cause if it fails.
 #pragma once
 
 #include <optional>
@@ -13,10 +13,10 @@
 
 namespace tessera::launch {
 
-// What `timeout` returns too.
+// The code that `timeout` returns too.
 constexpr int kTimeoutCode = 124;
 
-// What the launcher has learned of a job so far, and what follows from it; no sockets, no clock.
+// The launcher's knowledge of a job, and its conclusions; no sockets, no clock.
 //
 // The first cause is the earliest failure; one that is a consequence of another never is, and a
 // rank killed by a signal comes before an error that another rank published up to 0.5 s earlier:
@@ -30,14 +30,14 @@ class JobRecord {
   // A rank's own report, or a will.
   void failed(const distributed::RankFailure& failure, Milliseconds now);
   void exited(int rank, const ExitReport& report, Milliseconds now);
-  // From now on ranks that are killed by a signal are so by the launcher.
+  // From now on the launcher itself kills ranks by signals.
   void killing() { killing_ = true; }
 
   bool all_exited() const;
   std::vector<int> running() const;
   std::optional<distributed::RankFailure> first_cause() const;
   std::optional<Milliseconds> failed_since() const;
-  // Failures that ranks have not heard of yet: each is returned once.
+  // Failures that ranks were not told yet: each is returned once.
   std::vector<distributed::RankFailure> take_news();
   int exit_code() const;  // 0 where nothing failed
 
@@ -62,9 +62,9 @@ class JobRecord {
   bool killing_ = false;
 };
 
-// Runs the job, again after failures as often as options.restarts says. Returns 0, or the exit code
-// of the first cause: 128 + signal, the program's own, kTimeoutCode. ConfigError and kin where the
-// job cannot start.
+// Runs the job, again after failures up to options.restarts times. Returns 0, or the exit code of
+// the first cause: 128 + signal, the program's own, kTimeoutCode. ConfigError and similar errors if
+// the job cannot start.
 int run_launcher(const LaunchOptions& options);
 
 }  // namespace tessera::launch

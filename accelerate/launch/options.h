@@ -1,4 +1,4 @@
-// What `tessera launch` was asked to do, and where each setting came from.
+// The options of `tessera launch`, and the origin of each.
 #pragma once
 
 #include <functional>
@@ -21,7 +21,7 @@ enum class Manager {
   kSrun,    // inside a Slurm allocation
 };
 
-// How ranks' bytes travel. kAuto leaves it to MPI: shared memory on a node, the fastest network
+// How ranks exchange bytes. kAuto leaves it to MPI: shared memory on a node, the fastest network
 // that it finds between nodes.
 enum class Transport { kAuto, kShared, kTcp };
 
@@ -39,13 +39,12 @@ struct LaunchOptions {
   int threads = 0;  // a rank; 0: cores / local ranks
   int restarts = 0;
   Milliseconds collective_timeout{600000};
-  // Where longer than collective_timeout: until the first gradients are reduced, and in
-  // checkpoints.
+  // If longer than collective_timeout: until the first gradients are reduced, and in checkpoints.
   std::optional<Milliseconds> first_step_timeout, save_timeout;
   Milliseconds init_timeout{600000};        // of a rank's ProcessGroup
   std::optional<Milliseconds> job_timeout;  // of each attempt
   Milliseconds start_timeout{60000};        // until every agent has reported
-  Milliseconds wait_warning{30000};  // that a rank waits until the launcher says where all are
+  Milliseconds wait_warning{30000};         // until the launcher says where waiting ranks are
   Milliseconds grace{30000};  // between the first failure and the killing of ranks that still run
 
   Transport transport = Transport::kAuto;
@@ -58,14 +57,14 @@ struct LaunchOptions {
   bool prefix_output = true;
   bool dry_run = false;
 
-  // What its ranks resolve their own settings from.
+  // The source of its ranks' own settings.
   std::vector<std::pair<std::string, std::string>> flags;
   std::string config_file;  // empty: none
 
-  // Where each setting came from: "ranks" -> "--ranks", "TESSERA_RANKS", "file job.json",
+  // The origin of each setting: "ranks" -> "--ranks", "TESSERA_RANKS", "file job.json",
   // "default".
   std::map<std::string, std::string> provenance;
-  std::string given;  // settings that somebody gave, as accelerate::describe() lists them
+  std::string given;  // settings that were given, as accelerate::describe() lists them
 };
 
 // A value as text from the command line, for a setting that was given there.

@@ -1,4 +1,4 @@
-// Child processes: started with their output in pipes, signals restored, and dead with their
+// Child processes: their output goes to pipes, their signals are restored, and they die with their
 // parent.
 #pragma once
 
@@ -34,7 +34,7 @@ struct SpawnOptions {
   Environment environment;           // all of it
   bool capture = false;              // stdout and stderr into pipes
   bool capture_error = false;        // stderr alone
-  int death_signal = 0;              // that it gets when the calling thread dies
+  int death_signal = 0;              // sent to it when the calling thread dies
 };
 
 // Both ends close with an exec. IoError.
@@ -50,7 +50,7 @@ struct Child {
 // then empty, else this process's. IoError where the program cannot be executed.
 Child spawn(const SpawnOptions& options);
 
-// The file that PATH gives for a program; empty where there is none that can be executed.
+// The file that PATH gives for a program; empty if there is no executable one.
 std::string find_program(const std::string& name, const Environment& environment);
 
 // Blocks the signals that launcher and agents handle themselves, for this thread and those that it
@@ -71,7 +71,7 @@ class LinePrefixer {
   // Reads what is there. Where the source is at its end, it closes.
   void pump();
   void close();  // writes the rest
-  // Other processes write to the target, too: each write holds its lock, so that lines do not mix.
+  // Other processes write to the target too: each write holds its lock, so lines do not mix.
   void share_target() { shared_ = true; }
 
  private:

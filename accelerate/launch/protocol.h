@@ -1,4 +1,4 @@
-// What agents and the launcher tell each other, through the job's store:
+// The messages between agents and the launcher, through the job's store:
 //
 //     job/ready/RANK    an agent has come; AgentFacts          (agent)
 //     job/go            all have come: Layout, or kStop        (launcher)
@@ -18,7 +18,7 @@ namespace tessera::launch {
 
 constexpr std::string_view kStop = "stop";  // as job/go: the job does not start
 
-// What an agent finds where it runs.
+// An agent's report about its machine.
 struct AgentFacts {
   int rank = 0;
   int world_size = 1;
@@ -34,7 +34,7 @@ struct AgentFacts {
   static AgentFacts from_text(std::string_view text);
 };
 
-// Where each rank is.
+// The node of each rank.
 struct Layout {
   std::vector<int> node_of_rank;
   int nodes = 1;
@@ -63,7 +63,7 @@ struct PreflightResult {
   std::vector<std::string> errors;    // the job must not start
   std::vector<std::string> warnings;  // it may
 };
-// Compares what the agents found: one program and one library everywhere, clocks within 5 s.
+// Compares the agents' reports: one program and one library everywhere, clocks within 5 s.
 PreflightResult preflight(const std::vector<AgentFacts>& facts);
 
 int64_t wall_clock();  // milliseconds since 1970

@@ -1,8 +1,8 @@
-// A folder for the memory that a job's ranks share, which goes with the launcher.
+// A folder for a job's shared memory, which the launcher removes.
 //
-// Open MPI's segments stay in /dev/shm where mpirun or a rank is killed and cannot clean up, and
-// take its room from later jobs. In a folder of their own they are removed when the launcher ends,
-// and where the launcher was killed itself by the next one.
+// Open MPI's segments stay in /dev/shm if mpirun or a rank is killed and cannot clean up, and take
+// memory from later jobs. In a separate folder they are removed when the launcher ends, and if the
+// launcher was killed itself by the next one.
 #pragma once
 
 #include <string>
@@ -13,8 +13,8 @@ namespace tessera::launch {
 
 class SegmentFolder {
  public:
-  // Below `parent`; empty: none. Without one MPI's own place is as good, so that it is no error
-  // where none can be made.
+  // Below `parent`; empty: none. If no folder can be made, MPI uses its own place, so this is not
+  // an error.
   explicit SegmentFolder(const std::string& parent);
   ~SegmentFolder();
   SegmentFolder(const SegmentFolder&) = delete;
@@ -27,7 +27,7 @@ class SegmentFolder {
   distributed::FileDescriptor lock_;  // held for as long as the folder is in use
 };
 
-// Removes folders of launchers that are no more.
+// Removes folders of launchers that no longer run.
 void remove_left_segments(const std::string& parent);
 
 }  // namespace tessera::launch

@@ -1,13 +1,13 @@
-// The parameters of a model by name and shape, where its code is not here: of the headers of
-// safetensors files, or of a report that a program has written.
+// The parameters of a model by name and shape, without its code: from the headers of safetensors
+// files, or from a program's report.
 //
 //     const ParameterList list = ParameterList::of_model(model);  // list.to_json() is the report
 //     plan_training([&] { return training_of(list); }, {.ranks = 1024});
 //
-// What training_of() makes is a module like any other, in the tree that the names say, so that the
-// engine finds the blocks that repeat, gathers and reduces them. A module of it reads its
-// parameters in the order of the list and keeps nothing: of such models a plan knows no activations
-// and no operations. Of a config.json planned_model.h makes the model itself.
+// training_of() makes a module like any other, in the tree of the names, so that the engine finds,
+// gathers and reduces the repeated blocks. Its modules read their parameters in the order of the
+// list and keep nothing: for such models a plan knows no activations and no operations. For a
+// config.json planned_model.h makes the model itself.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,11 @@
-// A model for plans, of what stands on this machine: a config.json of transformers, files of
-// weights, or a program's report.
+// A model for plans, from files on this machine: a config.json of transformers, files of weights,
+// or a program's report.
 //
 //     const PlannedModel model = PlannedModel::read("config.json");
 //     plan_training([&] { return model.training(4, 1024); }, {.ranks = 1024});
 //
-// Of a config.json it is the model of nn/models, made without memory: what it calls, keeps and
-// calculates is its own. Of files and reports there are parameters alone (parameter_list.h).
+// For a config.json it is the model of nn/models on the meta device, with its real calls, memory
+// and FLOPs. Files and reports give only parameters (parameter_list.h).
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace tessera::accelerate {
 
-// Of a transformer; 0: not known.
+// For a transformer; 0: not known.
 struct ModelDimensions {
   int64_t width = 0, layers = 0, heads = 0, inner = 0, vocabulary = 0, kv_width = 0, context = 0;
   bool gated = false;
@@ -27,7 +27,7 @@ struct PlannedModel {
   std::string kind;  // "gpt2", "2 safetensors files"
   ParameterList parameters;
   ModelDimensions dimensions = {};
-  // Of micro-batches of `batch` sequences of `length` tokens; without a batch there are no
+  // For micro-batches of `batch` sequences of `length` tokens; without a batch there are no
   // activations. Inside of plan_training().
   std::function<PlannedTraining(int64_t batch, int64_t length)> training = {};
 

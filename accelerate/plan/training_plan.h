@@ -1,4 +1,4 @@
-// What a training of many ranks takes and sends, without running it: what `tessera plan` prints.
+// Predicts memory and traffic of a training on many ranks without running it, for `tessera plan`.
 //
 //     const TrainingPlan plan = plan_training(
 //         [] {
@@ -9,11 +9,11 @@
 //         {.settings = resolve(), .ranks = 1024});
 //     std::cout << plan.describe();
 //
-// [Note: how a plan comes about] One rank runs the training as it is: the modes of
-// distributed/fully_shard cut, gather and reduce a model on kMeta, over a transport that has no
-// other ranks (transport/backend_fake.cpp). What it would ask the allocator for is counted under
-// its category (core/memory/meta_memory.h), what it calls stands in its trace. Nothing of it is
-// calculated by a formula beside the engine, so a plan cannot drift from what trainings do.
+// [Note: how a plan comes about] One rank of the training runs: the modes of
+// distributed/fully_shard shard, gather and reduce a model on kMeta, over a transport with
+// simulated ranks (transport/backend_fake.cpp). What it would request from the allocator is counted
+// by category (core/memory/meta_memory.h), and its calls are in its trace. No separate formulas are
+// used, so a plan cannot diverge from trainings.
 //
 // [Note: other ranks] All ranks call the same. What they hold differs in one thing: paddings make
 // parts of parameters and gradients equal, and optimizers keep states of what is there alone. So
@@ -23,10 +23,10 @@
 // step makes them orthogonal (distributed/mesh/matrix_exchange.h): peaks and records are those of
 // the rank that runs. The first, which runs by default, has the largest.
 //
-// Not in a plan: what happens before the first step (a model that is made whole before it is cut),
-// loaders, checkpoints, clipping (one all-reduce of 544 bytes a step), workspace of kernels, what
-// an allocator rounds up. Activations are those that the model keeps on kMeta: what its ops save on
-// a CPU, where less is fused than on a GPU.
+// Not included: what happens before the first step (a model that is made whole before sharding),
+// loaders, checkpoints, clipping (one all-reduce of 544 bytes a step), workspace of kernels, the
+// allocator's rounding. Activations are those of the model on kMeta: what its ops save on a CPU,
+// where fewer ops are fused than on a GPU.
 #pragma once
 
 #include <array>
@@ -96,7 +96,7 @@ struct RankPlan {
   friend bool operator==(const RankPlan&, const RankPlan&) = default;
 };
 
-// Calls of a step that are alike.
+// Equal calls of a step.
 struct PlannedCollective {
   distributed::Operation operation{};
   distributed::Channel channel{};
@@ -129,7 +129,7 @@ struct TrainingPlan {
   std::string units;  // what the engine says that it made
 
   double communication_seconds() const;
-  // Of the device, by the network's flops; 0 where they are not known.
+  // By the device, from the network's flops; 0 if they are not known.
   double compute_seconds() const;
   const RankPlan& largest() const;
   double mean_persistent() const;

@@ -1,20 +1,20 @@
 // A DeepSpeed configuration (ds_config.json) as settings.
-// read_deepspeed_config() reads it, apply_deepspeed() adds to the settings what nobody has said,
-// and batch_sizes() does the arithmetic of batches: 512 = 16 x 4 x 8. resolve() calls the first
-// two.
+// read_deepspeed_config() reads it, apply_deepspeed() adds to the settings what is not set
+// elsewhere, and batch_sizes() does the arithmetic of batches: 512 = 16 x 4 x 8. resolve() calls
+// the first two.
 //
-// Every key of the file is accounted for in `lines`: it became a setting, it says what is the case
-// anyway, it tunes something that there is no need to tune here (and the line says why), or the
-// file is refused. docs/deepspeed.md lists all of them.
+// Every key of the file has an entry in `lines`: it becomes a setting, equals a default, tunes
+// something that needs no tuning here (with the reason), or the file is refused. docs/deepspeed.md
+// lists all of them.
 //
-// A value in the file is as firm as one in code, flags or variables: two of them that differ are a
-// ConfigError which names both. "auto" leaves a value to the others.
+// A value in the file has the same priority as one in code, flags or variables: two that differ are
+// a ConfigError that names both. "auto" leaves a value to the others.
 //
-// Accelerate's DeepSpeed without a file is one, too: kDeepSpeedWithoutFile.
+// Accelerate's DeepSpeed without a file counts as one: kDeepSpeedWithoutFile.
 //
-// FormatError: no JSON, no object, a key twice. ConfigError: keys that DeepSpeed does not know
-// (all of them, each with the nearest known one), values of another kind, sizes that do not
-// multiply. UnsupportedError: keys that cannot be served, all of them with their reasons.
+// FormatError: not JSON, not an object, a key twice. ConfigError: keys that DeepSpeed does not know
+// (all of them, each with the nearest known one), values of another type, sizes that do not
+// multiply. UnsupportedError: unsupported keys, all of them with their reasons.
 #pragma once
 
 #include <cstdint>
@@ -45,10 +45,10 @@ struct DeepSpeedConfig {
     std::string place;  // "zero_optimization.stage"
   };
   std::string name;               // of the file
-  std::vector<Said> says;         // as firm as what code, flags and variables say
-  std::vector<Said> implies;      // where nobody else says it
+  std::vector<Said> says;         // with the priority of code, flags and variables
+  std::vector<Said> implies;      // unless set elsewhere
   std::vector<ImportLine> lines;  // each key, in the order of the file
-  // Of the sections fp16 and bf16; nothing: "auto", or no word on it.
+  // From the sections fp16 and bf16; nothing for "auto" or a missing key.
   std::optional<bool> fp16 = {}, bf16 = {};
   bool torch_autocast = false;
   std::optional<int64_t> train_batch_size = {}, micro_batch_size = {}, accumulation_steps = {};
@@ -67,9 +67,9 @@ std::vector<std::string> deepspeed_keys();
 
 void apply_deepspeed(const DeepSpeedConfig& config, Settings& settings);
 
-// train = micro * steps * ranks. What the file leaves open follows from the rest, and steps from
-// the setting where somebody has said it. `micro` is nothing where the file says neither it nor
-// train_batch_size: then it is the loader's.
+// train = micro * steps * ranks. Missing values follow from the others, and steps from the setting
+// if it is set. `micro` is empty if the file sets neither it nor train_batch_size: then it is the
+// loader's.
 struct BatchSizes {
   std::optional<int64_t> train, micro;
   int64_t steps = 1;

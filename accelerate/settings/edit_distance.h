@@ -1,4 +1,4 @@
-// How far a word is from one that was meant.
+// Edit distance between words, for suggestions.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace tessera::accelerate {
 
-// Letters to change, add, take away or swap with their neighbor (optimal string alignment).
+// Letters to change, add, remove or swap with their neighbor (optimal string alignment).
 inline size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> before(b.size() + 1), last(b.size() + 1), row(b.size() + 1);
   for (size_t j = 0; j <= b.size(); ++j) row[j] = j;

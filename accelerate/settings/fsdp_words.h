@@ -1,5 +1,5 @@
-// Accelerate's words for sharding, which its launcher exports, its flags say and its files hold:
-// what they are together in settings.
+// Accelerate's words for sharding, in the variables that its launcher exports, its flags and its
+// files, and their combined meaning as settings.
 #pragma once
 
 #include <functional>
@@ -15,14 +15,14 @@ struct FsdpStrategy {
   bool reshards = true;
   bool hybrid = false;
 };
-// "FULL_SHARD", "full_shard", "1"; null: there is none.
+// "FULL_SHARD", "full_shard", "1"; null if unknown.
 const FsdpStrategy* find_fsdp_strategy(std::string_view text);
 // The names, for messages.
 inline constexpr std::string_view kFsdpStrategies =
     "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2";
 
 enum class FsdpWrapPolicy {
-  kUnsaid,       // units are what the settings say
+  kUnsaid,       // units follow the settings
   kTransformer,  // classes; without any the default
   kSize,
   kNone,  // the whole model is one unit
@@ -30,11 +30,11 @@ enum class FsdpWrapPolicy {
 // ConfigError that begins with `source`.
 FsdpWrapPolicy parse_fsdp_wrap_policy(std::string_view source, std::string_view text);
 
-// What Accelerate's launcher exports where nobody has said a number.
+// The number that Accelerate's launcher exports by default.
 inline constexpr std::string_view kFsdpMinNumParams = "100000000";
 
 // Values by word without its prefix: "sharding_strategy", "reshard_after_forward". Empty values
-// are none.
+// count as missing.
 using FsdpWords = std::map<std::string, std::string, std::less<>>;
 // Calls `put(setting, text, word)` for what follows from several words: `sharding`,
 // `fsdp_reshard_after_forward`, `fsdp_wrap_modules`, `fsdp_min_num_params`. In version 1 the

@@ -1,4 +1,4 @@
-// What became of each key of a file that another library reads: Accelerate's YAML, DeepSpeed's JSON.
+// How each key of another library's file was handled: Accelerate's YAML, DeepSpeed's JSON.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@ namespace tessera::accelerate {
 enum class ImportOutcome : uint8_t {
   kMapped,         // became a setting
   kPlanned,        // became a setting that is not available yet: a training with it is an error
-  kUnset,          // empty, or what is the case anyway
-  kNoCounterpart,  // nothing was written for it, and a training is the same
-  kRefused,        // nothing can be written for it, and a training would be another one
+  kUnset,          // empty, or the default
+  kNoCounterpart,  // nothing was written for it, and training is the same
+  kRefused,        // nothing can be written for it, and training would differ
 };
 
 struct ImportLine {
@@ -29,7 +29,7 @@ struct Import {
   std::vector<ImportLine> lines;  // in the order of the file
   int fsdp_version = 0;           // of its fsdp_config; 0: none
   std::string report() const;     // one line a key
-  // The lines that are kRefused or kPlanned: "mixed_precision: fp8 (why); ...". Empty: a training
+  // The lines that are kRefused or kPlanned: "mixed_precision: fp8 (why); ...". Empty: training
   // with these settings is what the file describes.
   std::string refusals() const;
 };

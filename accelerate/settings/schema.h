@@ -1,6 +1,6 @@
-// The table of settings: from it come the flags of `tessera launch`, the environment variables, the
-// JSON file, `tessera config` and docs/configuration.md. Its rows stand in schema/, a file for each
-// section.
+// The table of settings, from which the flags of `tessera launch`, the environment variables, the
+// JSON file, `tessera config` and docs/configuration.md are made. Its rows are in schema/, a file
+// for each section.
 #pragma once
 
 #include <optional>
@@ -15,7 +15,7 @@ namespace tessera::accelerate {
 
 struct Setting;
 
-// What a row points to: field<&Settings::seed, &AcceleratorOptions::seed> of schema/row.h.
+// The target of a row: field<&Settings::seed, &AcceleratorOptions::seed> of schema/row.h.
 struct SettingField {
   std::string_view type;  // "bool", "int", "number", "text", "choice", "list"
   bool optional;
@@ -23,7 +23,7 @@ struct SettingField {
   const Origin& (*origin)(const Settings&);
   void (*assign)(const Setting&, Settings&, std::string_view source, std::string_view text,
                  const Origin&);
-  // Takes what the program says, if it says something. Null: it has no option for that.
+  // Takes the program's value, if it is set. Null: there is no option for it.
   void (*take)(const Setting&, Settings&, const AcceleratorOptions&);
 };
 
@@ -37,10 +37,10 @@ struct Setting {
   // Variables that Accelerate reads or writes for it.
   std::vector<std::string_view> accelerate = {};
   std::string_view short_flag = {};  // "-n"
-  // What differs from the default is not available yet.
+  // Values other than the default are not supported yet.
   bool planned = false;
-  std::string_view instead = {};  // of a planned one: why, and what helps meanwhile
-  // Of a choice: the name that another word of a text stands for.
+  std::string_view instead = {};  // for a planned one: why, and what to use meanwhile
+  // For a choice: the name that a synonym stands for.
   std::string (*other_word)(std::string_view source, std::string_view text) = nullptr;
   std::string_view section = {};  // "training", "data", ...: of documents and questionnaires
 
@@ -52,10 +52,10 @@ struct Setting {
 };
 
 std::span<const Setting> schema();
-// By key or alias, hyphens as underscores; null: there is none.
+// Found by key or alias, hyphens as underscores; null if unknown.
 const Setting* find_setting(std::string_view key);
-// The key or alias with the fewest letters to change, add or take away; empty where that are more
-// than `most` (by default a third of its letters).
+// The key or alias with the smallest edit distance; empty if that is more than `most` (by default a
+// third of its letters).
 std::string nearest_key(std::string_view key, std::optional<size_t> most = {});
 
 // Text of a value: "bf16", "true", "0.5", "a,b"; empty for no value. parse() reads what text()
@@ -68,7 +68,7 @@ const Origin& origin(const Setting& setting, const Settings& settings);
 void assign(const Setting& setting, Settings& settings, std::string_view text,
             const Origin& origin);
 
-// Every option that holds something. ConfigError: a value that cannot be.
+// Every option that is set. ConfigError: an invalid value.
 void take_options(Settings& settings, const AcceleratorOptions& options);
 
 bool parse_bool(std::string_view source, std::string_view text);

@@ -1,9 +1,9 @@
 // Clipping of the gradients of prepared models: clip_grad_norm() and clip_grad_value() of the
 // Accelerator, and the setting gradient_clipping.
 //
-// Where the parameters are all that prepared optimizers have gradients of, the factor goes into
-// their next steps, which apply it as they read the gradients; where no step comes, the gradients
-// are multiplied before more is added to them (apply()).
+// If the parameters are all the gradients of prepared optimizers, the factor goes into their next
+// steps, which apply it as they read the gradients; if no step comes, the gradients are multiplied
+// before more is added to them (apply()).
 #pragma once
 
 #include <vector>
@@ -22,15 +22,16 @@ class Clipping {
   Clipping(const Clipping&) = delete;
   Clipping& operator=(const Clipping&) = delete;
 
-  // At the boundary the norm before; elsewhere that of the last boundary, and nothing is clipped.
+  // At the boundary returns the norm before clipping; elsewhere that of the last boundary, and
+  // nothing is clipped.
   Tensor clip_norm(const TensorList& parameters, double max_norm, double norm_type);
   void clip_value(const TensorList& parameters, double limit);
 
-  // As the setting says, where the program has not clipped (`clipped`) this optimizer's gradients.
+  // Applies the setting if the program has not clipped (`clipped`) this optimizer's gradients.
   void before_step(OptimizerRecord& record, bool clipped);
-  // Of factors that no step has taken: what is added to the gradients now is added to clipped ones.
+  // Applies pending factors to the gradients before more is added to them.
   void apply();
-  // The factor goes without having been applied.
+  // Discards the factor without applying it.
   static void drop(OptimizerRecord& record);
 
   bool in_graphed_step = false;  // norms are written to one place, which every graph knows

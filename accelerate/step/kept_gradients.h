@@ -1,5 +1,4 @@
-// Gradients that were there before a window and are added to its mean: accelerator.h, [Note: adding
-// up].
+// Gradients from before a window, which are added to its mean: accelerator.h, [Note: adding up].
 #pragma once
 
 #include <cstdint>
@@ -17,13 +16,13 @@ class KeptGradients {
   void take(const NamedTensors& parameters);
   void add();       // to what is there now
   void subtract();  // before more is added to the mean
-  // In place of what is there now.
+  // Replaces the current gradients.
   void restore();
   void clear() { entries_.clear(); }
   void scale(double factor);
-  // Before and after each backward, to see what somebody else has cleared meanwhile: that is
-  // forgotten. In a backward zeros are what came of it: of a parameter that is frozen since, or
-  // that the losses do not reach.
+  // Called before and after each backward, to notice gradients that the program has cleared
+  // meanwhile: these are forgotten. After a backward zeros are its result, for a parameter that is
+  // frozen since, or that the losses do not reach.
   void forget_cleared();
   void note_versions();
 

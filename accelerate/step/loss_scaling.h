@@ -1,6 +1,7 @@
-// The loss scale of fp16 in a training: what the ranks agree on, gradients that wait for a step
-// while it changes, and norms that spare a step the search for overflow. The scale itself is
-// precision/grad_scaler.h. Of other precisions the scale is 1 and nothing is done.
+// The loss scale of fp16 in a training: the agreement of the ranks, gradients that wait for a step
+// while the scale changes, and norms that spare a step the search for overflow.
+// precision/grad_scaler.h has the scale itself. In other precisions the scale is 1 and nothing is
+// done.
 //
 //     loss_scaling.begin(ranks);                    // fp16
 //     seed = weight * loss_scaling.scale();         // backward()
@@ -32,31 +33,31 @@ class LossScaling {
   precision::GradScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }  // null: no fp16
 
   double scale() const { return scaler_ ? scaler_->loss_scale() : 1; }
-  // The host does not learn it, nor whether a step was left out.
+  // Whether the host does not learn the scale, nor skipped steps.
   bool is_on_device() const {
     return scaler_ && scaler_->options().on_device && prepared_.device.is_cuda();
   }
-  // UnsupportedError where the host does not learn it.
+  // UnsupportedError if the host does not learn it.
   void check_steps_are_known() const;
 
-  // Before gradients of the optimizer are read as such; the first call counts.
+  // Called before the optimizer's gradients are read unscaled; the first call counts.
   void unscale(optim::Optimizer& optimizer);
-  // A finite norm tells that every gradient in it is finite: their step need not look for overflow.
-  // One that is not may have overflowed on its way: then the step looks for itself.
+  // A finite norm shows that all its gradients are finite, so their step need not look for
+  // overflow. One that is not finite may have overflowed itself; then the step looks for overflow.
   void note_norm(const TensorList& parameters, const Tensor& norm);
   void forget_norms() { finite_gradients_.clear(); }
-  // Why the step is left out; empty: it is not.
+  // Why the step is skipped; empty if it is not.
   std::string before_step(optim::Optimizer& optimizer);
-  // The step does not come, and takes what unscales its gradients with it.
+  // Called if the step does not come: discards its pending unscaling.
   void forget(optim::Optimizer& optimizer);
 
   bool update_is_due() const { return scaler_ && scaler_->update_is_due(); }
-  // After the steps of all optimizers. Gradients that wait for their step follow the scale.
+  // Called after the steps of all optimizers. Gradients that wait for their step are rescaled.
   void update();
 
  private:
-  // Gradients that a finite norm was taken of, as they were then. Held until their step, or until
-  // the next backward, so that an address is one gradient.
+  // Gradients with a finite norm, as they were then. They are held until their step, or until the
+  // next backward, so that an address identifies a gradient.
   struct FiniteGradient {
     Tensor gradient;
     uint32_t version;

@@ -1,4 +1,4 @@
-// A model as the ranks train it, and what makes it so. Internal: parallelize.h does it.
+// A model as the ranks train it. Internal: made by parallelize.h.
 #pragma once
 
 #include <memory>
@@ -14,16 +14,16 @@ namespace tessera::accelerate {
 struct ParallelizedModel {
   std::vector<HookHandle> handles;
   precision::AppliedPolicy policy;
-  std::unique_ptr<distributed::DataParallelModel> parallel;  // null where nothing is reduced or cut
-  // Of trained parameters that the policy narrowed the f32 values, which lie as the parameters do:
-  // what masters begin with. Without those that ModelMaterialisation gives.
+  std::unique_ptr<distributed::DataParallelModel> parallel;  // null: nothing is reduced or sharded
+  // The f32 values of trained parameters that the policy narrowed, sharded like them, with which
+  // masters begin. Without those that ModelMaterialisation supplies.
   NamedTensors masters;
 
   ParallelizedModel() = default;
   ParallelizedModel(const ParallelizedModel&) = delete;
   ParallelizedModel& operator=(const ParallelizedModel&) = delete;
   ~ParallelizedModel() { let_go(); }
-  // The model is as if nobody had prepared it, but for dtypes and parts.
+  // Restores the model, except for dtypes and sharding.
   void let_go() {
     for (HookHandle& handle : handles) handle.remove();
     policy.remove();

@@ -1,5 +1,4 @@
-// What the Accelerator knows of the objects that it has prepared. Internal: accelerator.h is the
-// interface.
+// The Accelerator's records of prepared objects. Internal: accelerator.h is the interface.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +25,8 @@
 #include <tessera/optim/schedule.h>
 
 namespace tessera {
-// Whether an object that the Accelerator points to is still there. What the Accelerator hangs on
-// the object (a scope around calls, a gate) owns the token, and goes with it.
+// Whether an object that the Accelerator points to still exists. The token is owned by what the
+// Accelerator attaches to the object (a scope around calls, a gate), and is destroyed with it.
 class Life {
  public:
   using Token = std::shared_ptr<const Life>;
@@ -42,19 +41,20 @@ class Life {
   std::weak_ptr<const Life> token_;
 };
 
-// What the Accelerator knows of a model.
+// The record of a model.
 struct ModelRecord : accelerate::ParallelizedModel {
   nn::ModuleBase* model = nullptr;
   Life life;
   std::string type_name;
   NamedTensors parameters;
-  NamedTensors wholes;  // that ops read in their places, where parameters are parts
-  // Of several ranks, parameters that nobody reduces, as they were frozen when it was prepared.
+  NamedTensors wholes;  // the unsharded tensors that ops read, if parameters are sharded
+  // With several ranks: parameters that are not reduced, since they were frozen when it was
+  // prepared.
   NamedTensors left_alone;
-  // Of parameters that were narrowed: until their optimizer's first step.
+  // The f32 values of narrowed parameters, until their optimizer's first step.
   struct Original {
     Tensor value;  // f32
-    // Of the parameter that holds it rounded, as long as nobody has written another.
+    // The version of the rounded parameter, to detect writes by others.
     uint32_t version;
     const void* data;
   };
@@ -62,40 +62,40 @@ struct ModelRecord : accelerate::ParallelizedModel {
   KeptGradients kept;
   StepWindow window;
   std::optional<int64_t> steps;
-  int no_sync = 0;     // scopes that are open
-  int triggered = 0;   // scopes in which backward reduces whatever no_sync says
+  int no_sync = 0;     // open scopes
+  int triggered = 0;   // open scopes in which backward reduces in spite of no_sync
   bool local = false;  // windows are closed on this rank alone (local SGD)
   bool explicit_weights = false;
   bool consumed = true;  // an optimizer has stepped since the last backward
-  // A window's gradients are there, and neither a step nor a zero_grad() of an optimizer has come.
+  // The window has gradients, and neither a step nor a zero_grad() of an optimizer has come.
   bool owes_step = false;
-  // The loader that the last micro-batch came from, and how many loops over it had been left.
+  // The loader of the last micro-batch, and how many loops over it had been left.
   struct Reading {
     const data::LoaderBase* loader = nullptr;
     int64_t loops_left = 0;
   };
   Reading reading;
-  // The batch in hand, a loader's last, that has ended a window before its time.
+  // The current batch, a loader's last, that has ended a window early.
   std::optional<data::LoaderCursor> short_at;
-  double divisor = 1;  // that this rank's gradients were divided by without communication
-  // Of the last clip that began with this parameter of `parameters`.
+  double divisor = 1;  // of this rank's gradients, without communication
+  // The norm of the last clip whose first parameter was this one of `parameters`.
   std::unordered_map<const TensorImpl*, Tensor> norms;
 
   ~ModelRecord() { let_go(); }
-  // What a forward must know: buffers are synchronized where gradients will be.
+  // Tells a forward whether to synchronize buffers: when gradients will be.
   void plan_forward(bool sync) {
     if (parallel) parallel->pass().plan.sync_gradients = sync && no_sync == 0 && !local;
   }
   bool reduces() const { return parallel != nullptr && !local; }
-  // Whether this micro-batch's gradients are reduced, if nobody says otherwise.
+  // Whether this micro-batch's gradients are reduced by default.
   bool reduces_in(bool boundary, bool each_batch) const {
     return boundary || each_batch || (parallel && parallel->reduces_every_backward());
   }
-  // Whether the gradient of a loss comes to a parameter: to what ops read in its place.
+  // Whether the gradient of a loss reaches a parameter, through the tensor that ops read.
   bool is_reached_by(const Tensor& loss) const {
     return leads_to_any(loss, wholes.empty() ? parameters : wholes);
   }
-  // ConfigError where a rank would train one of those by itself.
+  // ConfigError if a rank would train one of those alone.
   void check_left_alone() const {
     for (const auto& [name, tensor] : left_alone) {
       TS_CHECK_AS(
@@ -108,7 +108,7 @@ struct ModelRecord : accelerate::ParallelizedModel {
                 "by itself; call prepare() with it again, on every rank");
     }
   }
-  // What backwards have added since the window began goes; what was there before it stays.
+  // Discards what backwards have added since the window began; earlier gradients stay.
   void leave_window() {
     window.leave();
     owes_step = false;
@@ -128,15 +128,15 @@ struct OptimizerRecord {
   Life life;
   NamedTensors parameters;
   std::vector<std::shared_ptr<ModelRecord>> models;  // that hold its parameters
-  uint64_t generation = 0;                           // of the models when they were looked up
+  uint64_t generation = 0;                           // of the models at the last lookup
   // A clip of all its gradients, which the next step applies as it reads them.
   struct FoldedClip {
-    double before;  // Optimizer::next_step(), as it was
+    double before;  // the previous Optimizer::next_step()
     Tensor before_on_device;
   };
   std::optional<FoldedClip> clip;
   bool clipped = false;    // by the program, within gradient_clipping
-  bool attempted = false;  // step() came to a boundary, and nobody has looked how it ended
+  bool attempted = false;  // step() came to a boundary, and its outcome was not read yet
   bool skipped = false;
 
   bool was_skipped() {
@@ -151,7 +151,7 @@ struct ScheduleRecord {
   Life life = {};
 };
 
-// What is prepared, and where its windows stand.
+// All prepared objects, and the state of their windows.
 struct PreparedObjects {
   std::vector<std::shared_ptr<ModelRecord>> models;
   std::vector<std::shared_ptr<OptimizerRecord>> optimizers;
@@ -167,13 +167,14 @@ struct PreparedObjects {
   // ValueError for a model that was not prepared.
   std::shared_ptr<ModelRecord> at(const nn::ModuleBase& model, std::string_view where) const;
   ModelRecord* holder_of(const Tensor& parameter) const;
-  // That hold parameters of the optimizer; looked up again where models came or went.
+  // The models with parameters of the optimizer; looked up again after models were added or
+  // removed.
   const std::vector<std::shared_ptr<ModelRecord>>& models_of(OptimizerRecord& record);
   // Whether all models of the optimizer are at the end of their windows.
   bool at_boundary(OptimizerRecord& record);
 };
 
-// The gradients of parameters that are not in `seen` yet, which they then are.
+// The gradients of parameters that are not in `seen` yet; adds these to `seen`.
 TensorList gradients_of(const NamedTensors& parameters, std::unordered_set<TensorImpl*>& seen);
 
 }  // namespace tessera

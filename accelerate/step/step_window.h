@@ -4,8 +4,8 @@
 //     window.add_weight(batch_weight / nominal);     // backward()
 //     if (window.is_boundary()) ...                  // step, zero_grad, clip, schedule
 //
-// Bookkeeping alone: no tensors, no ranks. Every model has a window of its own, so that models
-// trained in turn may step at different cadences.
+// Bookkeeping without tensors and ranks. Every model has its own window, so models that are trained
+// in turn may accumulate different numbers of micro-batches.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace tessera {
 
 class StepWindow {
  public:
-  // Opens the next micro-batch. The first one of a window fixes how many it has; `ends` makes this
-  // one the last, whatever their number.
+  // Opens the next micro-batch. The first one of a window fixes their number; `ends` makes this one
+  // the last, whatever the number.
   void begin_micro(int64_t steps, bool ends) {
     if (boundary_) {
       index_ = 0;
@@ -29,7 +29,7 @@ class StepWindow {
     boundary_ = ends || index_ + 1 >= steps_;
   }
 
-  // Ends the window before its last micro-batch: the next one begins another.
+  // Ends the window before its last micro-batch: the next one begins a new window.
   void leave() {
     boundary_ = left_ = true;
     pending_ = reduced_ = false;
@@ -40,10 +40,10 @@ class StepWindow {
   int64_t index() const { return index_; }
   bool is_boundary() const { return boundary_; }  // this micro-batch is the window's last
   bool is_short() const { return boundary_ && index_ + 1 < steps_; }  // the last, before its time
-  bool is_whole() const { return boundary_ && index_ == 0; }          // it is all of the window
+  bool is_whole() const { return boundary_ && index_ == 0; }          // the only one of the window
 
   // In units of the nominal weight. Several backwards of one micro-batch (two losses) have one
-  // weight: that of the first, and the others must name the same. False where they do not.
+  // weight, that of the first, which the others must repeat. Returns false if they do not.
   bool add_weight(double weight) {
     if (weighed_) return weight == micro_weight_;
     weighed_ = true;
@@ -54,10 +54,10 @@ class StepWindow {
   double weight() const { return weight_; }  // of this rank's micro-batches so far
   double micro_weight() const { return micro_weight_; }
 
-  // ---- What the gradients hold
-  // A backward has added to them and they were neither reduced nor divided since.
+  // ---- The state of the gradients
+  // A backward has added to them, and they were neither reduced nor divided since.
   bool pending() const { return pending_; }
-  // They are what the optimizer may use; a further backward in the window must resume the sum.
+  // They are ready for the optimizer; a further backward in the window must resume the sum.
   bool reduced() const { return reduced_; }
   void set_pending() { pending_ = true, reduced_ = false; }
   void set_reduced() { pending_ = false, reduced_ = true; }

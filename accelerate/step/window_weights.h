@@ -1,5 +1,5 @@
-// What micro-batches count for in the gradient of their window, and how the sum of their gradients
-// becomes the mean: accelerator.h, [Note: weight] and [Note: adding up].
+// The weights of micro-batches in the gradient of their window, and the division of the sum:
+// accelerator.h, [Note: weight] and [Note: adding up].
 #pragma once
 
 #include <cstdint>
@@ -23,38 +23,37 @@ class WindowWeights {
   WindowWeights(const WindowWeights&) = delete;
   WindowWeights& operator=(const WindowWeights&) = delete;
 
-  // By what weights are divided on all ranks; 0: not known yet. A restart must know it.
+  // The divisor of weights on all ranks; 0: not known yet. A restart must restore it.
   struct Nominal {
     double samples = 0, weight = 0;
   };
-  // The weight of this micro-batch in units of the nominal one: of `given`, else of the batch in
-  // hand of `loader`, which may be null. `joined`: ranks that have no more batches cannot be asked.
+  // The weight of this micro-batch in units of the nominal one: `given`, else from the current
+  // batch of `loader`, which may be null. `joined`: ranks without further batches cannot be asked.
   double weigh(std::optional<double> given, const data::LoaderBase* loader,
                distributed::ParallelDims& dims, bool joined, Nominal& nominal) const;
-  // To the windows of the models. ValueError where a window's weights are not of one kind, or
-  // another backward of the micro-batch had another.
+  // Adds it to the windows of the models. ValueError if a window's weights are of different kinds,
+  // or another backward of the micro-batch had another weight.
   static void add(Records own, double weight, bool is_given);
 
-  // Whether nothing will divide by the weight: outside of a window and without a reduction there is
-  // nothing to weigh against, and where no rank shares anything, a window of one micro-batch has
-  // its mean already.
+  // Whether nothing will divide by the weight: outside of a window without a reduction, and, if
+  // ranks share nothing, in a window of one micro-batch, which is a mean already.
   bool is_undivided(Records own) const;
-  // What the loss is multiplied by, its scale for f16 aside. `steps`: of a model that has none of
-  // its own.
+  // The factor of the loss, apart from the loss scale. `steps`: for a model without steps of its
+  // own.
   double seed_of(const Tensor& loss, double weight, Records own, bool undivided,
                  int64_t steps) const;
-  // `window`: of the model's own micro-batch; null where a loss of others comes to it. `loader`:
-  // that is being read, or null.
+  // `window`: of the model's own micro-batch; null for a loss outside of it. `loader`: the active
+  // one, or null.
   distributed::StepPlan plan_backward(const ModelRecord& record, const StepWindow* window,
                                       bool more, double weight,
                                       const data::LoaderBase* loader) const;
 
-  // Before the first backward of a sum: what lies in `.grad` stays, in addition to it. `at_once`:
-  // this backward is all of it.
+  // Called before the first backward of a sum: keeps `.grad` in addition to it. `at_once`: this
+  // backward is the whole sum.
   void begin_sum(ModelRecord& record, const Tensor& loss, bool at_once) const;
-  // A mean that a further backward adds to becomes a sum again.
+  // Turns a mean that a further backward adds to into a sum again.
   void resume(ModelRecord& record) const;
-  // What the reduction does where there is one: the sum becomes the mean.
+  // Does what a reduction does, if there is none: turns the sum into the mean.
   void divide(Records records, bool undivided) const;
 
  private:

@@ -6,17 +6,16 @@
 // | grad_x = dy W   | dy along its columns, W along its rows  |
 // | grad_W = dy^T x | dy and x along their rows               |
 //
-// Who decides (precision/fp8_linear.h) gives an nn::Linear its Fp8Linear, and the module's forward
-// asks it. What is kept for backward is one byte an element of x, and no x: products
-// read the bytes. The weight is quantized from the leaf itself, whatever autocast makes of x, and
-// kept until the leaf is written (autograd/weight_cache.h). The result and the gradients have the
-// dtype that autocast gives x; a bias is added to the rounded result; its gradient is the sum of
-// dy, which nobody quantized.
+// An nn::Linear in fp8 has an Fp8Linear (set by precision/fp8_linear.h), which the module's forward
+// asks. Backward keeps one byte an element of x instead of x: products read the bytes. The weight
+// is quantized from the leaf itself, whatever autocast makes of x, and kept until the leaf is
+// written (autograd/weight_cache.h). The result and the gradients have the dtype that autocast
+// gives x; a bias is added to the rounded result; its gradient is the sum of dy before
+// quantization.
 //
-// On a GPU each operand is made by rows and, where backward needs that, by columns, in one pass; of
-// x the copy by columns is kept. The result's product has fast accumulation, those of gradients
-// have not, nor have those with scales that change along the sum; the bias is added before the
-// rounding.
+// On a GPU each operand is made by rows and, if backward needs that, by columns, in one pass; for x
+// the copy by columns is kept. The result's product has fast accumulation; those of gradients do
+// not, nor do those with scales that change along the sum; the bias is added before the rounding.
 #pragma once
 
 #include <memory>
@@ -35,7 +34,7 @@ inline constexpr int kNumFp8Roles = 3;
 struct Fp8Casts {
   kernels::QuantizeOptions input, weight;                // of y
   kernels::QuantizeOptions grad_output, weight_of_grad;  // of grad_x
-  // Of grad_W. Without: that product runs in the dtype of x, and x is kept.
+  // For grad_W. Without it that product runs in the dtype of x, and x is kept.
   std::optional<kernels::QuantizeOptions> grad_output_of_weight, input_of_weight;
 };
 
@@ -43,24 +42,25 @@ class Fp8Linear {
  public:
   virtual ~Fp8Linear() = default;
   virtual const Fp8Casts& casts() const = 0;
-  // Whether it is of a layer that a recipe leaves out: it counts calls, and takes none of them.
+  // Whether it belongs to a layer that a recipe leaves out: it counts calls, and takes none of
+  // them.
   virtual bool is_left_out() const { return false; }
-  // Whether this call runs in fp8; where it says false it runs as ever. `rows`: of x,
-  // whose dtype is that of the products' results. May throw.
+  // Whether this call runs in fp8; if false it runs as without a recipe. `rows`: those of x, whose
+  // dtype is that of the products' results. May throw.
   virtual bool takes(const Tensor& x, const Tensor& weight, int64_t rows) = 0;
-  // takes() without a trace: nothing is counted, nothing throws.
+  // takes() without side effects: nothing is counted, nothing throws.
   virtual bool could_take(const Tensor& x, const Tensor& weight, int64_t rows) const = 0;
-  // One f32 to quantize all of the operand with; undefined: of the values at hand.
+  // One f32 scale for the whole operand; undefined: from the current values.
   virtual Tensor scale(Fp8Role) { return {}; }
-  // Where a GPU notes what happens in the next quantization of an operand.
+  // Where a GPU records the counts of the next quantization of an operand.
   virtual kernels::QuantizeWants notes(Fp8Role) { return {}; }
-  // After a quantization of `x`. Recomputations (autograd/checkpoint.h) come by, too.
+  // Called after a quantization of `x`, also in recomputations (autograd/checkpoint.h).
   virtual void saw(Fp8Role, const Tensor& x, const kernels::Quantized& q) {
     static_cast<void>(x), static_cast<void>(q);
   }
 };
 
-// linear(x, weight, bias) as `layer` takes it: in fp8, or as ever. Throws what linear() and
+// linear(x, weight, bias) as `layer` decides: in fp8, or without it. Throws what linear() and
 // kernels::quantize() throw, and what takes() does.
 Tensor linear_by(const std::shared_ptr<Fp8Linear>& layer, const Tensor& x, const Tensor& weight,
                  const Tensor& bias);

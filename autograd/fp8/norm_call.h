@@ -8,7 +8,7 @@
 
 namespace tessera {
 
-// Of one call of a norm, decided before it is recorded.
+// One call of a norm, decided before it is recorded.
 class Fp8Norm {
  public:
   Fp8Norm(const Tensor& x, int64_t columns);

@@ -12,7 +12,7 @@ struct Fp8Kept {
   Tensor x, x_scales;  // for grad_W: bytes, or x itself and no scales; undefined: unwanted
   Tensor weight, weight_scales;  // for grad_x
 };
-// Of bytes that were kept, as a product of backward takes them: a GPU's are by columns.
+// An operand from saved bytes, as a product of backward takes it: a GPU's are by columns.
 inline kernels::Quantized fp8_kept(const Tensor& bytes, const Tensor& inverse,
                                    const kernels::ScaleTile& tile) {
   const bool by_columns = bytes.device().is_cuda();

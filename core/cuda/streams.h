@@ -7,7 +7,7 @@
 
 namespace tessera::gpu {
 
-// Of the current device in the current context: the null stream unless a CurrentStream lives.
+// For the current device in the current context: the null stream unless a CurrentStream lives.
 cudaStream_t current_stream();
 cudaStream_t native(const StreamHandle& stream);
 

@@ -1,4 +1,4 @@
-// More of the GPU as core sees it, beside backend.h: what copies and tools need.
+// Further GPU functions of core, besides backend.h: for copies and tools.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace tessera::gpu {
 
-// Whether devices read and write these bytes of the host by themselves. Blocks of
-// pinned_allocator() are used again when the copies that were queued with them are over.
+// Whether devices access these host bytes directly. Blocks of pinned_allocator() are reused when
+// the copies that were queued with them are over.
 bool is_pinned(const void* host);
-// Of pinned_allocator(), in blocks that somebody owns; 0 where there is no GPU.
+// Bytes of pinned_allocator() in live blocks; 0 if there is no GPU.
 int64_t pinned_bytes_in_use();
 
 // Makes `index` the calling thread's device. A rank does so at its start: what needs a device and

@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-// Of `bytes` bytes, or their continuation: crc32c(b, nb, crc32c(a, na)) is that of a then b. About
-// 8 GB/s a core: the processor's instruction, eight bytes at a time.
+// Returns the checksum of `bytes` bytes, or continues one: crc32c(b, nb, crc32c(a, na)) is that of
+// a then b. About 8 GB/s a core: the processor's instruction, eight bytes at a time.
 uint32_t crc32c(const void* data, size_t bytes, uint32_t before = 0);
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-// Where time and memory go: named ranges, counted while a Profiler is active in the context.
+// Time and memory by named ranges, recorded while a Profiler is active in the context.
 //
 //     Profiler profiler;
 //     { ProfilerScope scope(profiler); train_step(); }
@@ -7,8 +7,8 @@
 // Every op opens a range by its name (forward and backward). Inactive, a range costs one load and
 // one branch. Ranges nest; a range's own time excludes ranges inside it.
 //
-// Timelines of other tools (core/profile/nvtx.h) hear of these ranges too, and of TimelineRanges:
-// calls of modules, optimizer steps, collectives, batches of loaders.
+// Timelines of other tools (core/profile/nvtx.h) get these ranges too, and TimelineRanges: calls of
+// modules, optimizer steps, collectives, batches of loaders.
 #pragma once
 
 #include <chrono>
@@ -27,8 +27,8 @@ class RangeListener {
   virtual ~RangeListener() = default;
   virtual void enter(std::string_view name) = 0;
   virtual void leave() = 0;
-  // Where the thread is, as a number of the listener's own: the tape keeps it with each op, and the
-  // range of the op's backward comes with it. 0: nowhere.
+  // The thread's position, as a number of the listener's own: autograd keeps it with each op and
+  // passes it with the range of the op's backward. 0: none.
   virtual uint32_t place() const { return 0; }
   virtual void enter_backward(std::string_view name, uint32_t place) {
     (void)place;
@@ -79,8 +79,8 @@ class Profiler : public RangeListener {
 namespace detail {
 struct ProfilerSlot {
   ProfilerSlot();                     // the environment may ask for a timeline
-  RangeListener* active = nullptr;    // hears of the ranges of ops
-  RangeListener* timeline = nullptr;  // of all, as part of `active` or alone
+  RangeListener* active = nullptr;    // gets the ranges of ops
+  RangeListener* timeline = nullptr;  // gets all ranges, as part of `active` or alone
 };
 }  // namespace detail
 
@@ -141,7 +141,7 @@ class ProfilerRange {
  public:
   explicit ProfilerRange(std::string_view name)
       : ProfilerRange(name, Context::current().slot<detail::ProfilerSlot>().active) {}
-  // Of the backward of an op that was called at `place`.
+  // For the backward of an op that was called at `place`.
   ProfilerRange(std::string_view name, uint32_t place)
       : listener_(Context::current().slot<detail::ProfilerSlot>().active) {
     if (listener_ != nullptr) [[unlikely]]

@@ -48,7 +48,7 @@ struct TensorPlacement : ElementGuard {
   virtual const Shape& whole_shape() const = 0;
   virtual PlaceInWhole place() const = 0;  // of a part of the flattened whole: in that
   virtual bool equals(const TensorPlacement& other) const = 0;
-  // Of the gradient: as this one, but whole where this one holds a summand.
+  // The placement of the gradient: this one, but whole for a Partial.
   virtual std::unique_ptr<TensorPlacement> of_gradient() const = 0;
   // This part of another tensor of the whole's shape, a view where it can be one; undefined where
   // that is no such tensor.
@@ -66,7 +66,7 @@ inline const TensorPlacement* tensor_placement(const Tensor& x) {
              : nullptr;
 }
 
-// Of what x is a part of, or of x.
+// Describes the tensor that x is a shard of, or x.
 inline Shape whole_shape(const Tensor& x) {
   const TensorPlacement* placement = tensor_placement(x);
   return placement != nullptr ? placement->whole_shape() : x.shape();

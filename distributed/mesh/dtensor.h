@@ -1,14 +1,14 @@
-// DTensor: a tensor of which each rank of a mesh holds a part. It is storage: parameters, gradients
-// and states lie as DTensors; what calculates takes the part or the whole out first.
+// DTensor: a tensor of which each rank of a mesh holds a shard. It stores parameters, gradients and
+// states; computations take the shard or the whole out first.
 //
 //     Mesh mesh(world(), {{"dp", 4}});
 //     const Tensor weight = distribute_tensor(randn({12, 4}), mesh, {Shard(0)});  // of rank 0
 //     weight.set_requires_grad();
 //     Tensor y = matmul(x, full_tensor(weight));  // all_gather; the gradient is a shard again
 //
-// A DTensor is a Tensor whose TensorPlacement says how it lies (placement.h). Its own geometry, and
-// so shape(), numel(), data() and what kernels see, is that of the local part; global_shape() is
-// that of the whole.
+// A DTensor is a Tensor with a TensorPlacement (placement.h). Its own geometry, and so shape(),
+// numel(), data() and what kernels see, is that of the local shard; global_shape() is that of the
+// whole.
 //
 // [Note: what takes a DTensor]
 // - The functions below; requires_grad, grad(), zero_grad(), detach(), version(); inputs of grad().
@@ -53,7 +53,7 @@ struct FromLocalOptions {
   // Compare shapes, dtypes and the copies of replicated axes among the ranks: collective, and as
   // much traffic as a broadcast. ShapeError, DTypeError or ValueError on every rank.
   bool run_check = false;
-  // Of the whole; needed where parts are uneven, and for a FlatShard (else ConfigError).
+  // The shape of the whole; needed for uneven shards, and for a FlatShard (else ConfigError).
   std::optional<Shape> shape = {};
 };
 // The DTensor whose part on this rank is `local`, whose elements it shares. Without run_check
@@ -85,7 +85,7 @@ Tensor full_tensor(const Tensor& dtensor, const ToLocalOptions& options = {});
 Tensor redistribute(const Tensor& dtensor, const Placements& placements);
 
 bool is_dtensor(const Tensor& tensor);
-// Of a DTensor; ValueError for another tensor.
+// For a DTensor; ValueError for another tensor.
 const DTensorSpec& spec_of(const Tensor& dtensor);
 const Placements& placements_of(const Tensor& dtensor);
 Mesh& mesh_of(const Tensor& dtensor);

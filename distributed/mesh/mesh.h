@@ -9,9 +9,8 @@
 //     grid.flatten({"dp_replicate", "dp_shard"}, "dp");          // a product that has a name:
 //     grid["dp"];                                                // an axis from now on
 //
-// Everything that depends on a number of ranks (loaders, loss scaling, sharding) asks an axis or a
-// product of axes for it, never the world. Ranks are numbered row by row: the last axis varies
-// fastest.
+// Code that depends on a number of ranks (loaders, loss scaling, sharding) uses an axis or a
+// product of axes, never the world. Ranks are numbered row by row: the last axis varies fastest.
 //
 // [Note: collective calls] Groups are made by a collective of the whole mesh: the constructor makes
 // those of single axes, group({..}) and flatten() that of a product when it is first asked for (a
@@ -51,7 +50,7 @@ class Mesh {
 
   const std::vector<MeshAxis>& axes() const { return axes_; }
   bool has(std::string_view axis) const;  // an axis, or a product that has this name
-  // Of one of those; ConfigError for an unknown name.
+  // For one of those; ConfigError for an unknown name.
   int size(std::string_view axis) const;
   int coordinate(std::string_view axis) const;  // this rank's place along the axis
   Group& group(std::string_view axis) const;    // the ranks that differ from this one only there
@@ -65,7 +64,7 @@ class Mesh {
     flatten(span_of(axes), std::move(name));
   }
 
-  // Of a product: the ranks that differ from this one only along these axes, numbered row by row
+  // For a product: the ranks that differ from this one only along these axes, numbered row by row
   // in the mesh's order of axes, whatever order the names have. ConfigError for a name that is
   // unknown or comes twice, and for none. group() may be collective, see [Note: collective calls].
   int size(Names axes) const;

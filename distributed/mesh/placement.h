@@ -100,7 +100,7 @@ struct DTensorSpec {
   std::string describe(DType dtype) const;
   friend bool operator==(const DTensorSpec&, const DTensorSpec&) = default;
 
-  // Of the gradient: where this one is partial its gradient is the same on all ranks.
+  // The spec of the gradient: if this one is partial its gradient is the same on all ranks.
   DTensorSpec of_gradient() const;
   DTensorSpec with(Placements other) const { return {mesh, std::move(other), shape}; }
   DTensorSpec replicated() const;

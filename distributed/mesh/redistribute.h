@@ -39,8 +39,8 @@ namespace tessera::distributed {
 Tensor redistribute_local(const Tensor& local, const DTensorSpec& from, const DTensorSpec& to,
                           const DTensorSpec& output_gradient);
 
-// Of FlatShards: a tensor's elements in row-major order, 1-D (a view where they lie so), and of
-// such ones those of each rank, as views.
+// For FlatShards: a tensor's elements in row-major order, 1-D (a view if they lie so), and from
+// that those of each rank, as views.
 Tensor elements_of(const Tensor& x);
 TensorList runs_of(const Tensor& elements, const FlatShard& flat, int ranks);
 

@@ -1,6 +1,6 @@
-// What a transport gives to groups: collectives on contiguous bytes, already checked, started at
-// once and reported by a callback. Everything above (tensors, deadlines, records) is Group's; users
-// do not meet backends.
+// The interface of transports: collectives on contiguous bytes, already checked, started at once
+// and reported by a callback. Group does everything above (tensors, deadlines, records); users do
+// not see backends.
 //
 //     backend_thread.cpp  ranks are threads of this process; the last to come does the work, also
 //                         for tensors of one GPU that all share (one_device.h)
@@ -29,8 +29,8 @@ namespace tessera::distributed {
 class Store;
 struct QueuedCall;  // one_device.h
 
-// Travels before every collective on the mpi and thread backends, so that ranks that call different
-// things raise instead of exchanging nonsense. All of it must agree.
+// Sent before every collective on the mpi and thread backends, so that ranks with different calls
+// raise instead of exchanging wrong data. All of it must agree.
 struct CallHeader {
   Operation operation = Operation::kBarrier;
   DType dtype = DType::kUInt8;
@@ -39,12 +39,12 @@ struct CallHeader {
   int32_t root = -1;
   int64_t count = 0;  // of elements; -1 in uneven calls, whose sizes the backend compares
   int64_t sequence = 0;
-  bool onto = false;     // reduce_scatter: the sum goes on from what receives[rank] holds
-  uint32_t purpose = 0;  // a hash of the tag: calls of one size for different things are different
+  bool onto = false;     // reduce_scatter: the sum continues that of receives[rank]
+  uint32_t purpose = 0;  // a hash of the tag: calls of equal size for other things differ
 };
 static_assert(sizeof(CallHeader) == 32);
 
-// nullopt where all agree. Otherwise what each rank called, from the texts of CallText.
+// nullopt if all agree. Otherwise the call of each rank, from the texts of CallText.
 using CallText = std::array<char, 256>;  // "all_reduce #3 (sum, f32[8]) at train.cpp:41", 0-ended
 bool agree(std::span<const CallHeader> headers);
 std::string describe_mismatch(std::span<const CallText> texts);
@@ -80,7 +80,7 @@ struct Call {
   bool refused = false;  // send and recv: the arguments were wrong, `text` says how; no tensor
   Device device = kCpu;  // of the tensors
   double timeout_seconds = 600;
-  // When it ended, in seconds of the group's trace, where that is not when `done` is called.
+  // When it ended, in seconds of the group's trace, if that is not when `done` is called.
   std::optional<double> ended;
   std::function<void(std::exception_ptr)> done;  // exactly once, from any thread, null if well
   // Written by start() where the results lie in the order of a stream: makes its caller's current
@@ -95,7 +95,7 @@ using CallPtr = std::shared_ptr<Call>;
 bool agree(const Call& send, const Call& recv);
 std::string describe_mismatch(const Call& send, const Call& recv);
 
-// Where a rank stands on a channel, as far as this rank's backend or store knows.
+// The position of a rank on a channel, as far as this rank's backend or store knows.
 struct Position {
   int64_t sequence = 0;  // last call that it issued; 0: none
   std::string text;      // of that call
@@ -107,16 +107,16 @@ class Backend {
   virtual std::string_view name() const = 0;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Whether tensors of the device may travel; Group answers DeviceError where not.
+  // Whether tensors of the device can be sent; if not Group raises DeviceError.
   virtual bool serves(const Device& device) const = 0;
-  // Of the calls that carry tensors of GPUs and that nobody compares beforehand: the same on all
-  // ranks that have called the same on the channels that training has (gradients, parameters,
-  // modules). Empty where every call is compared.
+  // A hash of the calls with GPU tensors that are not compared before: the same on all ranks with
+  // the same calls on training's channels (gradients, parameters, modules). Empty if every call is
+  // compared.
   virtual std::optional<uint64_t> fingerprint() const { return std::nullopt; }
-  // False: nothing travels (fake), results are not meaningful.
+  // False: nothing is sent (fake), results are not meaningful.
   virtual bool moves_data() const { return true; }
 
-  // Returns at once. Calls of one channel are carried out in their order.
+  // Returns at once. Calls of one channel run in their order.
   virtual void start(CallPtr call) = 0;
   // Sends and recvs of one channel, none of which waits for another.
   virtual void start_together(std::span<const CallPtr> calls) {
@@ -129,19 +129,19 @@ class Backend {
   // where another thread moves it already.
   virtual void drive(const std::shared_ptr<void>&, std::chrono::steady_clock::time_point) {}
   // A backend for the ranks of one color, ordered as in `members` (ranks of this one). Every rank
-  // of this backend calls it, with its own color; color < 0 takes part and gets null.
+  // of this backend calls it, with its own color; with color < 0 it returns null.
   virtual std::unique_ptr<Backend> split(int color, std::span<const int> members,
                                          const std::string& name) = 0;
-  // All calls under way and all later ones end with `error`. Any thread; idempotent.
+  // Ends all running and later calls with `error`. Any thread; idempotent.
   virtual void fail(std::exception_ptr error) = 0;
   // Positions of the group's ranks on a channel; nullopt for a rank that is not known.
   virtual std::vector<std::optional<Position>> positions(Channel) { return {}; }
-  // Waits at most so long for what is under way and gives resources back. The message says what
-  // could not be done in order; empty where all is well.
+  // Waits at most this long for running calls and releases resources. The message says what could
+  // not be ended in order; empty if all is well.
   virtual std::string shutdown(std::chrono::milliseconds) { return {}; }
 };
 
-// Backends over processes. UnsupportedError where this build has none of the kind.
+// Backends over processes. UnsupportedError if this build has none of the kind.
 struct BackendOptions {
   double timeout_seconds = 600;                       // of the start, which needs every rank
   int64_t message_limit = (int64_t{1} << 31) - 4096;  // bytes of one message

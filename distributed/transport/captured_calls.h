@@ -20,7 +20,7 @@ class Group;
 
 class CapturedCalls {
  public:
-  // Of this thread's Context, as long as it lives.
+  // For this thread's Context, as long as it lives.
   class Scope {
    public:
     explicit Scope(CapturedCalls& calls);

@@ -57,8 +57,8 @@ std::string show_value(const Setting& setting, const std::optional<T>& value) {
   return value ? show_value(setting, *value) : std::string();
 }
 
-// What the program says, as it is kept: a text and a truth value as they are, numbers where they
-// are in their range, lists without empty items.
+// A value from the program, as it is stored: texts and truth values unchanged, numbers if they are
+// in range, lists without empty items.
 inline bool checked(const Setting&, std::string_view, bool value) { return value; }
 int64_t checked(const Setting&, std::string_view source, int64_t value);
 double checked(const Setting&, std::string_view source, double value);

@@ -49,7 +49,7 @@ struct Launch {
   // the op's backward; or another range of a timeline, such as "optimizer step". Empty: outside of
   // all.
   std::string op = {}, layer = {};
-  // Of a kernel: its address, and its shape. Grid and block as x, y, z.
+  // For a kernel: its address, and its shape. Grid and block as x, y, z.
   const void* function = nullptr;
   unsigned grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   int64_t shared_bytes = 0;  // asked for beside arrays of fixed size
@@ -66,7 +66,7 @@ struct Launch {
   bool replayed = false;  // as a node of a CUDA graph, which is one launch of the host
 };
 
-// Of all devices, in the order of the calls, since the last call of this. Thread-safe.
+// Launches of all devices, in the order of the calls, since the last call of this. Thread-safe.
 std::vector<Launch> take_launches();
 
 struct Recording {

@@ -48,8 +48,8 @@ struct GemmMatrix {
   void* data = nullptr;
 };
 
-// Of fp8 numbers: how many a scale serves. Scales lie as written here, neighbors beside each
-// other, from an address that is a multiple of 16. All but the first need compute capability 9.0.
+// How many fp8 numbers a scale serves. Scales lie as written here, neighbors beside each other,
+// from an address that is a multiple of 16. All but the first need compute capability 9.0.
 enum class GemmScale : uint8_t {
   kTensor,  // one number
   kOuter,   // one for each row of a or column of b; in both operands or in none
@@ -124,14 +124,14 @@ struct LibraryCall {
   const void *a_scale = nullptr, *b_scale = nullptr, *d_scale = nullptr;  // of its own a, b, d
   int32_t a_scale_mode = 0, b_scale_mode = 0;  // cublasLtMatmulMatrixScale_t
 };
-// Of a problem that validate() has no word against.
+// For a problem that validate() accepts.
 LibraryCall library_call(const GemmProblem& problem);
 
 // What the library is to keep to when it suggests algorithms. Parts of a sum over K are joined in
 // the compute type: cublasLtReductionScheme_t, none or CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE; the
 // others keep them in the result's 16 bits.
 inline constexpr uint32_t kGemmReductionSchemes = 0 | 2;
-// Of an algorithm, by its scheme: may it be used?
+// Whether an algorithm of this scheme may be used.
 inline bool allows_reduction(uint32_t scheme) { return (scheme & ~kGemmReductionSchemes) == 0; }
 
 // The addresses that stand in the operation and not in the call:
@@ -158,7 +158,7 @@ int64_t rounded_length(int64_t length);
 // those that count rows of a batch, on which no stride depends but from matrix to matrix. Addresses
 // are those of the problem.
 GemmProblem rounded(GemmProblem problem);
-// Of the algorithm: describe(rounded(problem)).
+// The key of the algorithm: describe(rounded(problem)).
 std::string key_of(const GemmProblem& problem);
 
 // Forward; its gradients are others.

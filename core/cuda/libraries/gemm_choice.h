@@ -22,7 +22,7 @@ enum class GemmAnswer : uint8_t {
   kInvalid,       // not with this algorithm; another may take it
   kFailed,        // memory that was short, a driver: says nothing of the product
 };
-// Of a cublasStatus_t.
+// For a cublasStatus_t.
 GemmAnswer gemm_answer(int status);
 
 // The library, for one product.

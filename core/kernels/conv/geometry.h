@@ -15,7 +15,7 @@ struct ConvGeometry {
   // Positions of the kernel, 0: as many as fit. A transposed convolution has as many as its input,
   // and with an output_padding of a stride or more its output has room for others.
   int64_t positions[2] = {0, 0};
-  // Of one dimension; 0 where the kernel does not fit.
+  // The output size of one dimension; 0 if the kernel does not fit.
   int64_t output_size(int64_t input, int64_t kernel, int dim) const {
     if (positions[dim] > 0) return positions[dim];
     const int64_t reach = dilation[dim] * (kernel - 1) + 1, room = input + 2 * padding[dim] - reach;

@@ -45,10 +45,11 @@ struct Quantized {
   Tensor inverse = {};     // 1 / scale, what products multiply by
   ScaleTile tile = {};
   Tensor sums = {};  // of columns, where wanted
-  // Of 128 x 128 tiles on a GPU: `inverse`, laid out as products read it beside `transposed`.
+  // For 128 x 128 tiles on a GPU: `inverse`, in the layout in which products read it with
+  // `transposed`.
   Tensor inverse_by_columns = {};
-  // Of bytes that came from elsewhere to a GPU: what QuantizeWants' `largest` and `counts` noted
-  // where they were made.
+  // For bytes that came from elsewhere to a GPU: the notes of QuantizeWants' `largest` and `counts`
+  // when they were made.
   Tensor seen_largest = {}, seen_counts = {};
   const Tensor& any() const { return values.defined() ? values : transposed; }
   const Device& device() const { return any().device(); }
@@ -100,8 +101,8 @@ struct QuantizedPair {
 QuantizedPair quantize_both(const Tensor& x, const QuantizeOptions& rows,
                             const QuantizeOptions& columns, const QuantizeWants& wants = {});
 
-// Of gelu(x), and of its gradient dy gelu'(x), which are rounded to x's dtype and never stored: on
-// a GPU one pass. x, dy: f16 or bf16 [M, N].
+// Quantizes gelu(x), or its gradient dy gelu'(x), which are rounded to x's dtype and never stored:
+// on a GPU one pass. x, dy: f16 or bf16 [M, N].
 Quantized quantize_gelu(const Tensor& x, bool tanh_form, const QuantizeOptions& options,
                         const Tensor& scale = {}, const QuantizeWants& wants = {});
 Quantized quantize_gelu_grad(const Tensor& dy, const Tensor& x, bool tanh_form,
@@ -126,7 +127,7 @@ struct Fp8Operand {
 struct Fp8Product {
   // [N] of `dtype`, added to the rounded result; on a GPU to f16 and bf16 before they are rounded.
   Tensor bias = {};
-  // Of a GPU: partial sums keep about 13 bits. Not where scales change along the sum.
+  // On a GPU partial sums keep about 13 bits. Not with scales that change along the sum.
   bool fast_accumulation = false;
 };
 Tensor fp8_matmul(const Fp8Operand& a, const Fp8Operand& b, DType dtype,

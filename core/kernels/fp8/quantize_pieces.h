@@ -16,11 +16,12 @@
 
 namespace tessera::kernels {
 
-// Of each tile of x: f32 [tiles along M, tiles along N]; NaN where a tile has one. Reads x once.
+// The amax of each tile of x: f32 [tiles along M, tiles along N]; NaN where a tile has one. Reads x
+// once.
 Tensor largest_of_tiles(const Tensor& x, const ScaleTile& tile);
 // `largest` becomes the larger of itself and `other`; a NaN stays. Both f32, of one shape.
 void merge_largest(const Tensor& largest, const Tensor& other);
-// Of two magnitudes; NaN is above all.
+// The larger of two magnitudes; NaN is above all.
 float larger_magnitude(float a, float b);
 // fp8_scale() of each.
 Tensor scales_of(const Tensor& largest, const QuantizeOptions& options);

@@ -66,7 +66,7 @@ struct Eigh {
   Tensor eigenvalues;   // [..., n], ascending
   Tensor eigenvectors;  // [..., n, n], in columns
 };
-// Of a symmetric matrix, of which the lower triangle is read. ValueError as svd.
+// For a symmetric matrix, of which the lower triangle is read. ValueError as svd.
 Eigh eigh(const Tensor& a, const char* where = "linalg_eigh");
 
 }  // namespace tessera::kernels::linalg

@@ -7,9 +7,9 @@
 // blocks of kNormRows rows, combined in their order: the same bits for any thread count. Meta
 // tensors give meta results.
 //
-// Of a variance that overflowed, rstd is NaN and with it the result, as in torch: 0 would make a
-// row its bias, and nothing would show that a run diverged. (Of a mean square, in rms_norm, it is
-// 0, as torch's.)
+// If a variance overflowed, rstd is NaN and with it the result, as in torch: 0 would make a row its
+// bias, and nothing would show that a run diverged. (For a mean square, in rms_norm, it is 0, as
+// torch's.)
 #pragma once
 
 #include <optional>
@@ -30,7 +30,7 @@ struct RowNorm {
   Tensor mean;  // [rows]; undefined for rms_norm
   Tensor rstd;  // [rows]: 1 / sqrt(variance + eps), or of the mean square
 };
-// Of x on its way to the residual: dropout(x, p, stream) of random_fill.h, p in (0, 1).
+// Dropout of x before the residual is added: dropout(x, p, stream) of random_fill.h, p in (0, 1).
 struct ResidualDropout {
   double p = 0;
   RandomStream stream = {};
@@ -50,7 +50,7 @@ struct RowNormGradients {
   Tensor column_sums;  // [columns], see below
 };
 struct RowNormBackwardOptions {
-  // Of the gradients of weight and bias; else what they are calculated in.
+  // The dtype of the gradients of weight and bias; by default that of their calculation.
   std::optional<DType> weight_dtype = {}, bias_dtype = {};
   std::optional<ResidualDropout> dropout = {};
   // Sums over rows of the gradient that goes to x (`update`, else `input`), in its dtype: what is
@@ -76,7 +76,7 @@ struct Statistics {
   Tensor mean;
   Tensor variance;  // of the whole population
 };
-// Of each group of a sample [N * groups], or of each channel [C] where groups is 0.
+// Statistics of each group of a sample [N * groups], or of each channel [C] if groups is 0.
 Statistics channel_statistics(const Tensor& x, int64_t groups);
 Tensor rstd_of(const Tensor& variance, double eps);
 

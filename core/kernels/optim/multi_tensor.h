@@ -61,15 +61,15 @@ void multi_tensor_update(std::span<const UpdateTensors> tensors,
                          const typename Rule::Options& options, const StepScalars& scalars);
 
 // The sums of |x|^p of each tensor (p = 2, 1 or other), or the largest |x| for p = infinity. NaN
-// propagates. Of p = 2: the exact sum of squares, rounded once (multi_tensor_square_sum.h); it does
-// not depend on how a tensor is cut, on threads or on the device. Of other p: f64 partials of
-// blocks of kMultiTensorChunk elements in row-major order are combined in a binary tree over the
-// block index; the result depends on nothing but the values and the tensors they are in.
+// propagates. For p = 2 it is the exact sum of squares, rounded once (multi_tensor_square_sum.h),
+// which does not depend on how a tensor is split, on threads or on the device. For other p, f64
+// partials of blocks of kMultiTensorChunk elements in row-major order are combined in a binary tree
+// over the block index; the result depends only on the values and the tensors they are in.
 std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, double p = 2);
-// The norm of all tensors as one vector. Of p = 2: the root of their exact sum of squares, rounded
-// to f64 before. Of other p: their power sums combined in a binary tree over the list, to the power
-// 1 / p. Infinity or NaN tells of a non-finite element at no further cost. A norm over several
-// ranks is made of their multi_tensor_square_sum().
+// The norm of all tensors as one vector. For p = 2 it is the root of their exact sum of squares,
+// rounded to f64 before. For other p, their power sums are combined in a binary tree over the list,
+// to the power 1 / p. Infinity or NaN shows a non-finite element at no further cost. A norm over
+// several ranks is made of their multi_tensor_square_sum().
 double multi_tensor_norm(std::span<const Tensor> tensors, double p = 2);
 
 // What clipping needs, beside the tensors: f64 [3], the norm, which is multi_tensor_norm() * scale,

@@ -162,7 +162,7 @@ template <>
 struct Magnitude<bf16> : MagnitudeOf<uint16_t, 7, 127, uint64_t{255} << 7> {};
 template <>
 struct Magnitude<f16> : MagnitudeOf<uint16_t, 10, 15, uint64_t{31} << 10> {};
-// Of a T that has been widened to float.
+// For a T that has been widened to float.
 template <class T>
 struct Widened : Magnitude<T> {};
 template <>

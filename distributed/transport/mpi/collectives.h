@@ -29,7 +29,7 @@ struct Ranks {
   int64_t message_limit = 0;  // bytes of a message; longer ones travel as several (MPI counts int)
   int64_t chunk_bytes = 0;    // of a reduction: so much travels while as much is summed
   int exchange_ranks = 0;     // see BackendOptions
-  // Of the reduction that is under way; kept, as fresh pages cost more than the sum.
+  // Scratch of the running reduction; kept, since new pages cost more than the sum.
   std::array<std::vector<char>, 2> scratch;
 };
 
@@ -39,8 +39,8 @@ enum Tag : int { kHeaderTag, kPayloadTag, kResultTag, kFirstPeerTag };
 
 void start_send(const Ranks& ranks, int peer, int tag, Part part, Requests* requests);
 void start_receive(const Ranks& ranks, int peer, int tag, Part part, Requests* requests);
-// Of every other rank; from the neighbor on, so that no rank is everyone's first. Empty parts are
-// not sent.
+// Every other rank, beginning with the neighbor, so that no rank is everyone's first. Empty parts
+// are not sent.
 void start_receives(const Ranks& ranks, int tag, std::span<const Part> receives,
                     Requests* requests);
 void start_sends(const Ranks& ranks, int tag, std::span<const Part> sends, Requests* requests);

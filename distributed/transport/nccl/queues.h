@@ -36,13 +36,13 @@ class DeviceQueues {
   // watch is not used. In the capture of a graph the watch ends at once: nothing travels yet.
   virtual std::function<void()> run(Channel channel, const std::function<void(CudaStream)>& launch,
                                     Watch watch) = 0;
-  // Of what the current stream has to do so far.
+  // Records an event after the current stream's work so far.
   virtual void watch(Watch watch) = 0;
   // Blocks until everything queued has run.
   virtual void synchronize() = 0;
 };
 
-// Of a GPU of this program's backend, real or emulated. DeviceError where there is none.
+// For a GPU of this program's backend, real or emulated. DeviceError if there is none.
 std::shared_ptr<DeviceQueues> make_device_queues(const Device& device);
 
 }  // namespace tessera::distributed::nccl
