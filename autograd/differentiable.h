@@ -39,8 +39,8 @@ inline void check_defined(const Op& op, const char* name, const Tensor& x) {
   TS_CHECK(x.defined(), op, name, " is undefined; give it a value first");
 }
 
-// Of an argument that is none of the inputs below, or that is read before they are looked at: it
-// lies where x does.
+// For an argument that is none of the inputs below, or that is read before they are checked: it
+// must be on x's device.
 inline void check_same_device(const Op& op, const char* name, const Tensor& given,
                               const Tensor& x) {
   TS_CHECK_DEVICE(given.device() == x.device(), op, "expects all tensors on one device; got ", x,
@@ -81,7 +81,7 @@ class Saved {
  public:
   explicit Saved(const OpNode& node) : node_(node) {}
   Tensor input(int i) const;
-  // Of an input that was defined; where it was not kept, zeros in its place on the tape: for second
+  // A defined input; if it was not kept, a recorded tensor of zeros in its place, for second
   // derivatives that need its history and not its elements.
   Tensor input_or_place(int i) const;
   Tensor output(int i = 0) const;

@@ -14,9 +14,9 @@ struct DeviceErrorWord {
   int64_t position, value, low, high;  // value is outside of [low, high)
 };
 
-// Of the current device, for kernels: `op` must live as long as the program.
+// The error word of the current device, for kernels: `op` must live as long as the program.
 DeviceErrorWord* device_error_word();
-// Throws what is found there, and forgets it. Called where the host has waited for the device.
+// Throws the recorded error and clears it. Called after the host has waited for the device.
 void raise_device_errors(int device);
 
 }  // namespace tessera::gpu

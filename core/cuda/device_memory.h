@@ -32,7 +32,7 @@ namespace tessera::gpu {
 
 struct DeviceMemoryUse {
   int64_t reserved = 0;  // bytes held from the device
-  int64_t in_use = 0;    // of them, in blocks that somebody owns (rounded sizes)
+  int64_t in_use = 0;    // of them, in live blocks (rounded sizes)
   int64_t segments = 0;
   int64_t splits = 0, merges = 0;  // since the start
   int64_t graph_pools = 0;         // of reserved, in pools of graphs that live

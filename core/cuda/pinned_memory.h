@@ -1,9 +1,9 @@
-// Page-locked host memory, kept and handed out again.
+// Page-locked host memory, kept and reused.
 //
-// A block is used again when its owner has let go of it and the copies that were queued from it or
-// into it are over: events on their streams say so, nobody waits for them. Of the blocks that wait
-// for one stream the oldest is asked about, since copies end in their order. Sizes are powers of
-// two from 4096 on, above 1 MiB in eighths between. Thread-safe.
+// A block is reused when its owner has released it and the copies that were queued from it or into
+// it are over, which events on their streams tell without a wait. Of the blocks that wait for one
+// stream only the oldest is queried, since copies end in their order. Sizes are powers of two from
+// 4096 on, above 1 MiB in eighths between. Thread-safe.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,7 +24,7 @@ class PinnedAllocator final : public Allocator {
   void deallocate(void* pointer, size_t bytes) noexcept override;
   void release_cached() override;  // waits for the copies under way
   int64_t cached_bytes() const override;
-  int64_t bytes_in_use() const;  // in blocks that somebody owns (rounded sizes)
+  int64_t bytes_in_use() const;  // in live blocks (rounded sizes)
 
   // What is queued on `stream` of the current device by now uses the block that `pointer` lies in.
   // False for memory of other origin, which its owner has to keep.

@@ -14,7 +14,7 @@
 
 namespace tessera::distributed {
 
-// Elements [offset, offset + extent) of every dimension. Of a scalar: both empty.
+// Elements [offset, offset + extent) of every dimension. For a scalar both are empty.
 struct Box {
   Shape offset;
   Shape extent;

@@ -41,42 +41,42 @@
 
 namespace tessera::distributed {
 
-// The values that rank 0 of the mesh has, whatever the others give (a tensor of the same shape and
-// dtype): scattered along axes that shard, broadcast along those that replicate. The result has
-// elements of its own and is a leaf that requires grad where the tensor did; AutogradError for a
-// tensor that has a history. Collective: shapes and dtypes are compared (ShapeError, DTypeError on
-// every rank), then one call for each axis; of meta tensors nothing travels and the part is meta.
+// Distributes the values of rank 0 of the mesh (the other ranks pass a tensor of the same shape and
+// dtype): scattered along axes that shard, broadcast along those that replicate. The result has its
+// own memory and is a leaf that requires grad if the tensor did; AutogradError for a tensor with a
+// gradient history. Collective: shapes and dtypes are compared (ShapeError, DTypeError on every
+// rank), then one call for each axis; for meta tensors nothing is sent and the shard is meta.
 // ConfigError for placements as DTensorSpec::checked says, and for a Partial.
 Tensor distribute_tensor(const Tensor& tensor, Mesh& mesh, const Placements& placements);
 
 struct FromLocalOptions {
-  // Compare shapes, dtypes and the copies of replicated axes among the ranks: collective, and as
+  // Compares shapes, dtypes and the copies of replicated axes among the ranks: collective, with as
   // much traffic as a broadcast. ShapeError, DTypeError or ValueError on every rank.
   bool run_check = false;
   // The shape of the whole; needed for uneven shards, and for a FlatShard (else ConfigError).
   std::optional<Shape> shape = {};
 };
-// The DTensor whose part on this rank is `local`, whose elements it shares. Without run_check
-// nothing is communicated. Without a shape all parts are taken to be as large as this one.
-// ShapeError where `local` is not the part of `shape` that this rank holds. Its gradient is the
-// local part of the DTensor's.
+// The DTensor whose shard on this rank is `local`, with which it shares memory. Without run_check
+// nothing is communicated. Without a shape all shards are assumed to be as large as this one.
+// ShapeError if `local` is not the shard of `shape` that this rank holds. Its gradient is the local
+// shard of the DTensor's.
 Tensor from_local(const Tensor& local, Mesh& mesh, const Placements& placements,
                   const FromLocalOptions& options = {});
 
 struct ToLocalOptions {
-  // How the gradient of the result lies. Absent: as the DTensor (replicated where it is partial).
-  // A replicated tensor that ranks use in ways that differ has a gradient on each that is a
-  // summand: say Partial() for that axis, Replicate() where all use it alike. to_local() of one
-  // that requires grad must say it (AutogradError); full_tensor() takes it that all use it alike.
+  // The placements of the result's gradient. Absent: the DTensor's (replicated where it is
+  // partial). If ranks use a replicated tensor in different ways, each has a summand of its
+  // gradient: pass Partial() for that axis, or Replicate() if all use it alike. to_local() of one
+  // that requires grad must set it (AutogradError); full_tensor() assumes that all use it alike.
   std::optional<Placements> grad_placements = {};
 };
-// This rank's part as a plain tensor that shares its elements. ConfigError for gradient placements
-// under which the part would have another shape. Backward: nothing, or an all_reduce along axes
-// whose gradient is stated to be Partial.
+// This rank's shard as a plain tensor that shares memory. ConfigError for gradient placements under
+// which the shard would have another shape. Backward: nothing, or an all_reduce along axes whose
+// gradient is declared Partial.
 Tensor to_local(const Tensor& dtensor, const ToLocalOptions& options = {});
 
-// The whole tensor on every rank, plain; differentiable. With a stated Partial gradient a sharded
-// tensor's comes by reduce_scatter. Collective, and so is its backward where the table of
+// The whole tensor on every rank, plain; differentiable. With a gradient declared Partial a sharded
+// tensor's gradient comes by reduce_scatter. Collective, and so is its backward if the table of
 // redistribute.h says so.
 Tensor full_tensor(const Tensor& dtensor, const ToLocalOptions& options = {});
 

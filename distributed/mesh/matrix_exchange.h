@@ -1,13 +1,13 @@
-// DTensors that ranks hold parts of, whole on one rank each: what an optimizer of matrices asks for
-// (optim/muon.h).
+// Gathers sharded DTensors whole on one rank each, for an optimizer of matrices (optim/muon.h).
 //
-// [Note: owners] A tensor that one rank holds all of stays there. Of the others the largest goes
+// [Note: owners] A tensor that one rank holds entirely stays there. The others are assigned largest
 // first, each to the rank that has the fewest bytes by then; among equals to the one that holds
-// most of it, then to the first. All ranks work this out alike from shapes and placements.
+// most of it, then to the first. All ranks calculate the same from shapes and placements.
 //
-// Each way is one all_to_all, on Channel::kParameter: every rank sends every owner its parts of the
-// owner's tensors as one piece of memory, and gets them back so. What an owner holds itself does
-// not travel. A rank's peak is its parts and the wholes that it owns, twice while they are packed.
+// Each direction is one all_to_all, on Channel::kParameter: every rank sends every owner its shards
+// of the owner's tensors as one buffer, and gets them back the same way. An owner's own shards are
+// not sent. A rank's peak is its shards and the whole tensors that it owns, twice while they are
+// packed.
 #pragma once
 
 #include <cstdint>

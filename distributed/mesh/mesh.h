@@ -13,11 +13,12 @@
 // product of axes, never the world. Ranks are numbered row by row: the last axis varies fastest.
 //
 // [Note: collective calls] Groups are made by a collective of the whole mesh: the constructor makes
-// those of single axes, group({..}) and flatten() that of a product when it is first asked for (a
-// sub-mesh asks its parent). Every rank of the outermost mesh makes these calls alike, also where its own
-// part of a product would do without. All else communicates nothing: a product that was asked for
-// before, one that is a single axis (the others having size 1) or the whole world, and submesh().
-// One thread at a time.
+// [Note: collective calls] Groups are made by a collective of the whole mesh: the constructor makes
+// those of single axes, group({..}) and flatten() that of a product at its first use (a sub-mesh
+// asks its parent). Every rank of the outermost mesh makes these calls alike, even if its own part
+// of a product needs none. Everything else communicates nothing: a product that was used before,
+// one that is a single axis (the others having size 1) or the whole world, and submesh(). One
+// thread at a time.
 #pragma once
 
 #include <functional>

@@ -1,17 +1,17 @@
-// How a tensor lies on a mesh: a placement for each axis, in PyTorch's words, and the part of the
-// tensor that a rank holds by them.
+// The placements of a tensor on a mesh, one for each axis, as in PyTorch, and the shard of the
+// tensor that a rank holds.
 //
 //     Placements placements = {Replicate(), Shard(0)};  // of a mesh (dp_replicate=2, dp_shard=4)
 //
-// [Note: chunks] N ranks cut a dimension of length L into chunks of c = ceil(L / N): rank i holds
-// [i c, min((i + 1) c, L)), which may be short and, where L is small, empty. Where several axes cut
-// one dimension the left one cuts first and the next one cuts its chunk; but a strided shard cuts
-// after all axes to its right.
+// [Note: chunks] N ranks divide a dimension of length L into chunks of c = ceil(L / N): rank i
+// holds [i c, min((i + 1) c, L)), which may be short and, if L is small, empty. If several axes
+// shard one dimension the left one divides it first and the next one divides its chunk; but a
+// strided shard divides after all axes to its right.
 //
-// [Note: flat shards] Tensors that lie one behind the other in one piece of memory, a unit, which N
-// ranks cut into chunks of equal length whatever tensor they meet: of a tensor a rank then holds a
-// run of its row-major elements, as a 1-D part, which may begin and end inside of a row and may
-// have no elements. Along the other axes of the mesh such a tensor is replicated.
+// [Note: flat shards] Tensors that lie one behind the other in one buffer, a unit, which N ranks
+// divide into chunks of equal length at any element: of a tensor a rank then holds a run of its
+// row-major elements, as a 1-D shard, which may begin and end inside of a row and may be empty.
+// Along the other axes of the mesh such a tensor is replicated.
 #pragma once
 
 #include <cstdint>

@@ -15,15 +15,15 @@
 //     FlatShard             as Shard from and to Replicate and from Partial
 //     the same              nothing                          nothing
 //
-// What is not listed goes through Replicate. A gradient goes back to the placements of the source,
-// but where that is partial it stays replicated. Sizes need not divide: lists of uneven parts
-// travel, nothing is padded. Of several axes the one that leaves fewer elements goes first (of
-// [Partial, Partial] to [Replicate, Shard(0)] the reduce_scatter); a chunk of a chunk is put
-// together before the chunk, and where two shards stand in each other's way one is gathered. From a
-// FlatShard to a Shard and back, and from one FlatShard to another, the way is through Replicate.
+// All other changes go through Replicate. A gradient goes back to the placements of the source, but
+// stays replicated if that is partial. Sizes need not divide: lists of uneven shards are sent
+// without padding. Among several axes the one that leaves fewer elements goes first (from [Partial,
+// Partial] to [Replicate, Shard(0)] the reduce_scatter); a chunk of a chunk is gathered before the
+// chunk, and if two shards conflict one is gathered. Between a FlatShard and a Shard, and from one
+// FlatShard to another, the way is through Replicate.
 //
 // The gradient of a summand of a Partial(mean) over n ranks is the value's divided by n. A
-// Partial(max) or (min) has none: UnsupportedError where one would be recorded.
+// Partial(max) or (min) has none: recording one is an UnsupportedError.
 #pragma once
 
 #include <tessera/core/tensor/tensor.h>

@@ -60,7 +60,7 @@ struct Launch {
   bool tf32 = false;         // a product of f32 operands that are cut to 10 bits of mantissa
   ProductShape product = {};
   bool causal = false;  // of attention
-  // Of a product and of the products in a graph: multiplications and additions of numbers, as if
+  // For a product and the products in a graph: multiplications and additions of numbers, as if
   // nothing were masked.
   double flops = 0;
   bool replayed = false;  // as a node of a CUDA graph, which is one launch of the host
@@ -71,22 +71,21 @@ std::vector<Launch> take_launches();
 
 struct Recording {
   std::vector<Launch> launches;
-  // Of the calling thread's wall: all that the host does but the driver's share, and the noting of
-  // launches.
+  // The wall time of the calling thread: the host's work without the driver's share and the
+  // recording of launches.
   double host_seconds = 0;
 };
-// What `work` asks for, with the ops and layers that do. What was noted before is forgotten. In
-// other threads than this one ops and layers are not known; replays of a CUDA graph have those of
-// its capture, where that was recorded.
+// The launches of `work`, with the ops and layers that request them. Earlier records are discarded.
+// On other threads than this one ops and layers are not known; replays of a CUDA graph have those
+// of its capture, if that was recorded.
 Recording record(const std::function<void()>& work);
 
-// Whether cuBLASLt and cuDNN are there, as they are at first. False: everything runs on own
-// kernels.
+// Whether cuBLASLt and cuDNN are available, as by default. False: everything runs on own kernels.
 void set_libraries(bool serve);
 
-// Of each device from now on: a request beyond it fails as on a GPU. At first 80 GiB.
+// The memory of each device from now on: a request beyond it fails as on a GPU. Default: 80 GiB.
 void set_device_bytes(int64_t bytes);
-// Most bytes that were reserved on a device at a time, since the last reset.
+// The largest number of bytes reserved on a device at a time, since the last reset.
 int64_t peak_reserved_bytes(int device);
 void reset_peak_reserved_bytes(int device);
 

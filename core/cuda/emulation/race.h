@@ -26,8 +26,8 @@ void set_arena(char* begin, size_t bytes, size_t shared_bytes);
 // Bytes of the arena that kernels may touch, in granules of 16.
 void set_live(const char* begin, size_t bytes, bool live);
 void atomic_access(const void* pointer, size_t bytes);
-// Of the last launch, without shared memory: bytes that were read, and written, each once; and
-// bytes of all accesses. Atomic operations read and write.
+// The last launch's bytes outside of shared memory: bytes that were read, and written, each once;
+// and bytes of all accesses. Atomic operations read and write.
 struct Counts {
   int64_t read = 0, written = 0, accessed = 0;
 };

@@ -23,8 +23,8 @@ struct CountedTraffic {
   Traffic declared, counted;
   int64_t accessed = 0;
 };
-// Of the launches on the current device that `work` queues, in the order in which they ran. Where
-// races are not tracked everything counted is 0.
+// The traffic of the launches that `work` queues on the current device, in the order in which they
+// ran. Counts are 0 if races are not tracked.
 std::vector<CountedTraffic> count_traffic(const std::function<void()>& work);
 
 // How often the host waited for queued work so far: synchronizations, and copies to host memory.

@@ -68,7 +68,7 @@ void check_space(const void* pointer, bool shared);
 // lanes, with the same arguments, at a multiple of 32 bytes and with rows a multiple of 16 bytes
 // apart.
 void check_tile(const char* name, const void* pointer, unsigned leading, size_t element_bytes);
-// Of a product of tiles: were all of them loaded or filled?
+// Checks that all tiles of a product were loaded or filled.
 void check_operands(bool are_set);
 
 // c += a b for tiles of 16 x 16 by rows, in f32 and in the order of the inner dimension.

@@ -93,7 +93,7 @@ enum AttentionSlot : int {
   kAttentionSlots
 };
 
-// Of a problem that validate() has no word against.
+// For a problem that validate() accepts.
 LibraryGraph attention_graph(const AttentionProblem& problem);
 
 // All that the graph depends on but addresses.

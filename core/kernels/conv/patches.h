@@ -6,10 +6,9 @@
 
 namespace tessera::kernels {
 
-// Of one group of one sample, planes x [C / G, H, W]. Row (c, kh, kw) of columns [C / G * KH * KW,
-// OH * OW], rows `row_stride` elements apart: what
-// that element of the kernel meets at each position, 0 outside of the planes. Elements of 2, 4 or 8
-// bytes.
+// Unfolds one group of one sample, planes x [C / G, H, W]. Row (c, kh, kw) of columns [C / G * KH *
+// KW, OH * OW], rows `row_stride` elements apart, has the elements that this kernel element meets
+// at each position, 0 outside of the planes. Elements of 2, 4 or 8 bytes.
 TS_SIMD_DECLARE(void unfold_patches(const ConvSizes& n, int64_t element_bytes, const void* x,
                                     void* columns, int64_t row_stride))
 

@@ -169,10 +169,10 @@ struct DotKernel {
     return sum;
   }
 };
-// Of a large matrix: 24 chains of sums hide the latency of an instruction that starts twice a
+// For a large matrix: 24 chains of sums hide the latency of an instruction that starts twice a
 // cycle, and 11 loads feed 24 of them.
 using GemmDotKernel = DotKernel<3>;
-// Of attention, whose blocks are 32 queries or keys wide.
+// For attention, whose blocks are 32 queries or keys wide.
 using AttentionDotKernel = DotKernel<2>;
 
 #endif

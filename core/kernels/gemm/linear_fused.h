@@ -31,8 +31,8 @@ struct GeluGradients {
   // comes with linear_gradients() of the layer before.
   Tensor bias;
 };
-// Of GELU alone: dy gelu'(before), in one pass with its sums over rows where a GPU has vectors of
-// them. dy, before: [rows, in].
+// For GELU alone: dy gelu'(before), in one pass with its sums over rows if a GPU can read them as
+// vectors. dy, before: [rows, in].
 GeluGradients gelu_gradients(const Tensor& dy, const Tensor& before, bool tanh_form,
                              bool want_bias);
 // dy: [rows, out]; weight: [out, in]; before: [rows, in], what GELU was applied to.

@@ -46,8 +46,8 @@ Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
 void cross_entropy_in_place(const Tensor& logits, const Tensor& targets, int64_t ignore_index,
                             const Tensor& divisor, const Tensor& losses);
 
-// x [N, V], rows contiguous, times a number of its compute dtype that lies beside it, in place;
-// where that number is 1, as the gradient of a loss is, nothing is read or written. Of a GPU, which
+// Multiplies x [N, V], rows contiguous, in place by a number of its compute dtype on its device; if
+// that number is 1, as the gradient of a loss is, nothing is read or written. For a GPU, which
 // reads nothing back.
 void scale_unless_one(const Tensor& x, const Tensor& factor);
 

@@ -37,7 +37,8 @@ struct WholeIndex {
   }
   bool is_run() const { return dims == 0 || (dims == 1 && strides[0] == 1); }
 
-  // Of a dense part of this shape and these strides that begins at `offset` of the whole.
+  // The index of a dense shard of this shape and these strides that begins at `offset` of the
+  // whole.
   static WholeIndex of(const Shape& shape, const Shape& part_strides, const Shape& whole,
                        const Shape& offset);
 };

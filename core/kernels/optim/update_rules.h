@@ -1,7 +1,7 @@
-// The optimizers' rules: what becomes of one element. All there is to say of an optimizer stands in
-// one struct: its options, its states and its formula. Of it and of its name in the list at the end
-// are made the loops of every instruction set, the kernels of the GPU (the same bits) and the class
-// optim::NAME (optim/optimizers.h).
+// The optimizers' rules for one element. One struct has everything about an optimizer: its options,
+// its states and its formula. From it and its name in the list at the end the loops of every
+// instruction set, the kernels of the GPU (with the same bits) and the class optim::NAME
+// (optim/optimizers.h) are generated.
 //
 //   kName                     what messages call it
 //   Options                   plain numbers with torch's names and defaults. visit() names each
@@ -501,8 +501,8 @@ struct NAdam {
     const double fading = ::pow(0.96, options.momentum_decay);
     const double mu = beta1 * (1 - 0.5 * ::pow(0.96, step * options.momentum_decay));
     const double mu_next = beta1 * (1 - 0.5 * ::pow(0.96, (step + 1) * options.momentum_decay));
-    // In f32, as torch keeps it. Of the first factors: a product below this changes no bit of
-    // 1 - product (after 53 steps of the default options).
+    // In f32, as torch keeps it. Only the first factors matter: a product below this changes no bit
+    // of 1 - product (after 53 steps of the default options).
     float product = 1;
     double faded = 1;
     for (double i = 1; i <= step && product > 0x1p-60f; ++i) {

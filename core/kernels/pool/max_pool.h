@@ -18,7 +18,7 @@ struct PoolWindows {
   ConvGeometry geometry;
 };
 
-// values, indices: [OH, OW]. Of equals the first, of NaNs the last.
+// values, indices: [OH, OW]. The first of equal values, the last of NaNs.
 #define TS_MAX_POOL_DECLARE(T) \
   TS_SIMD_DECLARE(             \
       void max_pool_plane(const PoolWindows& n, const T* x, T* values, int64_t* indices))

@@ -105,7 +105,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-// Of the current device. The last value holds.
+// For the current device. The last value counts.
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);
 
 namespace tessera::gpu::emulation {
