@@ -1,5 +1,6 @@
-// What core, autograd and optimizers know of tensors that are parts of a larger one: how the part
-// lies in it, how to say so, and who holds the others. distributed/mesh/dtensor.h implements it.
+// How a tensor that is a part of a larger one says so: core, autograd and optimizers ask it where
+// the part lies in the whole and which ranks hold the other parts. distributed/mesh/dtensor.h
+// implements it.
 #pragma once
 
 #include <memory>
@@ -17,7 +18,7 @@
 
 namespace tessera {
 
-// A part is elements [offset, offset + its shape) of a tensor of shape `whole`.
+// The part has elements [offset, offset + its shape) of a tensor of shape `whole`.
 struct PlaceInWhole {
   Shape whole;
   Shape offset;
@@ -27,38 +28,37 @@ struct PlaceInWhole {
 struct PartHolders {
   explicit PartHolders(const void* ranks_in) : ranks(ranks_in) {}
   virtual ~PartHolders() = default;
-  // The sum (or the maximum) of what they give, such as a norm's sum, in place. Collective among
-  // them.
+  // Reduces the ranks' values (such as the sum of a norm) in place. Collective among the holders.
   enum class Reduction { kSum, kMax };
   virtual void reduce(const Tensor& value, Reduction reduction) const = 0;
-  // How the tensors that they hold, of which this rank has these parts, become whole on one of them
-  // each. The parts need no elements.
+  // An exchange that brings each of these tensors together on one rank. `parts` are this rank's
+  // parts; they need no elements.
   virtual std::unique_ptr<WholeExchange> exchange(std::span<const Tensor> parts) const = 0;
 
-  const void* const ranks;  // equal for tensors that are cut over the same ranks
+  const void* const ranks;  // equal for tensors that are sharded over the same ranks
 };
 
-// The tensor that bears it has the geometry of its own part.
+// A tensor with a placement has the geometry of its own part.
 struct TensorPlacement : ElementGuard {
   TensorPlacement() : ElementGuard(Kind::kPlacement) {}
 
-  // describe() is "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]"; of that what
-  // concerns the whole: "f32[12, 4] on mesh(dp=4): [Shard(0)]".
+  // What describe() says of the whole. It is "f32[12, 4] on mesh(dp=4): [Shard(0)]" where
+  // describe() is "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]".
   virtual std::string describe_whole(const Tensor& part) const = 0;
   virtual const Shape& whole_shape() const = 0;
-  virtual PlaceInWhole place() const = 0;  // of a part of the flattened whole: in that
+  virtual PlaceInWhole place() const = 0;  // a part of the flattened whole has flat offsets
   virtual bool equals(const TensorPlacement& other) const = 0;
-  // The placement of the gradient: this one, but whole for a Partial.
+  // The placement of the gradient is this one, but a Partial has a whole gradient.
   virtual std::unique_ptr<TensorPlacement> of_gradient() const = 0;
-  // This part of another tensor of the whole's shape, a view where it can be one; undefined where
-  // that is no such tensor.
+  // This part of another tensor of the whole's shape, as a view if possible; undefined if `whole`
+  // has another shape.
   virtual Tensor part_of(const Tensor& whole) const = 0;
-  // nullptr where this rank has the whole. Every rank of the mesh asks alike: the first time may be
-  // collective. UnsupportedError, named `where`, for a summand.
+  // nullptr if this rank has the whole. Every rank of the mesh must ask, because the first call may
+  // be collective. A Partial throws UnsupportedError, named `where`.
   virtual std::unique_ptr<const PartHolders> holders(std::string_view where) const = 0;
 };
 
-// nullptr for a tensor that is no part, and for an undefined one.
+// nullptr for a tensor that is not a part and for an undefined one.
 inline const TensorPlacement* tensor_placement(const Tensor& x) {
   const ElementGuard* guard = element_guard(x);
   return guard != nullptr && guard->kind == ElementGuard::Kind::kPlacement
@@ -66,13 +66,14 @@ inline const TensorPlacement* tensor_placement(const Tensor& x) {
              : nullptr;
 }
 
-// Describes the tensor that x is a shard of, or x.
+// The shape of the tensor that x is a shard of, or that of x.
 inline Shape whole_shape(const Tensor& x) {
   const TensorPlacement* placement = tensor_placement(x);
   return placement != nullptr ? placement->whole_shape() : x.shape();
 }
 
-// Those of x; nullptr where it is whole. UnsupportedError for a summand, and for what is not there.
+// The holders of x; nullptr if x is whole. A Partial and a tensor without bytes throw
+// UnsupportedError.
 inline std::unique_ptr<const PartHolders> part_holders(const Tensor& x, std::string_view where) {
   const ElementGuard* guard = element_guard(x);
   if (guard == nullptr) return nullptr;
@@ -82,12 +83,12 @@ inline std::unique_ptr<const PartHolders> part_holders(const Tensor& x, std::str
   return placement->holders(where);
 }
 
-// Tensors that the same ranks hold parts of, by their place in a list.
+// Tensors whose parts the same ranks hold; `members` are indices into the given list.
 struct HeldParts {
   std::unique_ptr<const PartHolders> holders;
   std::vector<size_t> members;
 };
-// In the order of their first ones. `where`: as part_holders().
+// The lists are in the order of their first members. `where`: as in part_holders().
 inline std::vector<HeldParts> by_holders(std::span<const Tensor> tensors, std::string_view where) {
   std::vector<HeldParts> lists;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -101,14 +102,15 @@ inline std::vector<HeldParts> by_holders(std::span<const Tensor> tensors, std::s
   return lists;
 }
 
-// Whether both are whole, or parts that lie alike.
+// Whether both are whole, or are parts with equal placements.
 inline bool same_placement(const Tensor& a, const Tensor& b) {
   const TensorPlacement *left = tensor_placement(a), *right = tensor_placement(b);
   return left == nullptr || right == nullptr ? left == right : left->equals(*right);
 }
 
-// What of `source` belongs into `target`, as a plain tensor: the same part of a tensor that lies
-// alike, else of a whole one all or the part that the target is. Undefined where it does not fit.
+// The elements of `source` that belong into `target`, as a plain tensor. They are the same part if
+// the placements are equal, and the target's part if `source` is whole. Undefined if it does not
+// fit.
 inline Tensor fitting_part(const Tensor& target, const Tensor& source) {
   if (unreadable_storage(target) != nullptr || unreadable_storage(source) != nullptr) return {};
   const TensorPlacement *own = tensor_placement(target), *other = tensor_placement(source);
@@ -117,7 +119,7 @@ inline Tensor fitting_part(const Tensor& target, const Tensor& source) {
   return alike && source.shape() == target.shape() ? raw::alias(source) : Tensor();
 }
 
-// In messages that are the same on all ranks.
+// For messages that must be the same on all ranks.
 inline std::string described_whole(const Tensor& x) {
   const TensorPlacement* placement = tensor_placement(x);
   return placement != nullptr ? placement->describe_whole(x) : x.describe();
