@@ -1,4 +1,4 @@
-// What a call of a layer in fp8 quantizes, and what of it backward reads. Internal.
+// The operands that a call of an fp8 layer quantizes, and those that backward reads. Internal.
 #pragma once
 
 #include <optional>
@@ -9,10 +9,10 @@
 namespace tessera {
 
 struct Fp8Kept {
-  Tensor x, x_scales;  // for grad_W: bytes, or x itself and no scales; undefined: unwanted
+  Tensor x, x_scales;  // for grad_W: bytes, or x itself without scales; undefined if unused
   Tensor weight, weight_scales;  // for grad_x
 };
-// An operand from saved bytes, as a product of backward takes it: a GPU's are by columns.
+// An operand from saved bytes, as a product of backward takes it: by columns on a GPU.
 inline kernels::Quantized fp8_kept(const Tensor& bytes, const Tensor& inverse,
                                    const kernels::ScaleTile& tile) {
   const bool by_columns = bytes.device().is_cuda();
@@ -24,14 +24,14 @@ inline kernels::Quantized fp8_kept(const Tensor& bytes, const Tensor& inverse,
 
 struct Fp8Operands {
   Tensor rows;                   // x as a matrix
-  kernels::Quantized x, weight;  // of the result
+  kernels::Quantized x, weight;  // for the result
   bool wants_x = false, wants_weight = false;
-  kernels::Quantized x_of_weight;     // of grad_W, where that runs in fp8
-  kernels::Quantized weight_of_grad;  // of grad_x
+  kernels::Quantized x_of_weight;     // for grad_W, if it runs in fp8
+  kernels::Quantized weight_of_grad;  // for grad_x
   Fp8Kept kept() const;
 };
 
-// The copy that backward reads, see above, and its scales.
+// The copy that backward reads (by columns on a GPU), and its scales.
 inline const Tensor& fp8_to_keep(const kernels::Quantized& q) {
   return q.device().is_cuda() ? q.transposed : q.values;
 }
@@ -39,24 +39,23 @@ inline const Tensor& fp8_scales_to_keep(const kernels::Quantized& q) {
   return q.inverse_by_columns.defined() ? q.inverse_by_columns : q.inverse;
 }
 
-// The kept bytes of a weight; the layer is told where they are new.
+// The cached bytes of a weight; tells the layer when they are new.
 kernels::Quantized fp8_weight(const Tensor& weight, const kernels::QuantizeOptions& options,
                               Fp8Linear& layer);
 
-// dy for the products that are wanted, and the sums of its columns where they came of the same
-// pass.
+// dy for the products that are wanted, and the sums of its columns if the same pass made them.
 struct Fp8Gradient {
   kernels::Quantized of_x, of_weight;  // for grad_x and grad_W
   Tensor sums = {};
 };
 struct Fp8GradientWants {
-  bool x = false, weight = false;  // the latter where that product runs in fp8
+  bool x = false, weight = false;  // `weight` only if that product runs in fp8
   bool sums = false;
   Tensor factor = {};  // see QuantizeWants
 };
-// dy: [rows, out]. The layer is told.
+// dy: [rows, out]. Tells the layer.
 Fp8Gradient fp8_gradient(const Tensor& dy, Fp8Linear& layer, const Fp8GradientWants& wanted);
-// What one quantization for both products gets.
+// The wants of one quantization for both products.
 inline kernels::QuantizeWants fp8_grad_wants(Fp8Linear& layer, bool by_rows, bool by_columns,
                                              bool sums) {
   kernels::QuantizeWants wants = layer.notes(Fp8Role::kGradOutput);
@@ -73,13 +72,13 @@ inline double fp8_flops(int64_t m, int64_t n, int64_t k) {
 // x as [rows, features], contiguous.
 Tensor fp8_rows(const Tensor& x);
 
-// Quantizes x (of the dtype that autocast gives it, or rounded to `through`) and the leaf `weight`,
-// as layer.casts() says, and tells the layer. Throws as fp8_linear().
+// Quantizes x (in autocast's dtype, or rounded to `through`) and the leaf `weight` as layer.casts()
+// says, and tells the layer. Throws as fp8_linear().
 Fp8Operands fp8_operands(const Op& op, const Tensor& x, const Tensor& weight, Fp8Linear& layer,
                          std::optional<DType> through = {});
 
-// The dtype to which a GPU rounds an f32 x while it quantizes it, where autocast would make a
-// tensor of that dtype first; none where it would not, or where x itself is kept.
+// The dtype to which a GPU rounds an f32 x while it quantizes it, because autocast would make a
+// tensor of that dtype first; absent if it would not or if x itself is kept.
 std::optional<DType> fp8_through(const Tensor& x, const Fp8Casts& casts);
 
 }  // namespace tessera

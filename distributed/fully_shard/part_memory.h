@@ -1,4 +1,4 @@
-// How parts of parameters lie in memory.
+// The layout of parts of parameters in memory.
 #pragma once
 
 #include <optional>
@@ -8,10 +8,11 @@
 
 namespace tessera::distributed {
 
-// Up to a multiple of 16: of elements a cache line, of bytes what a GPU moves at once.
+// Rounds up to a multiple of 16: f32 elements of a cache line, or the bytes that a GPU moves at
+// once.
 inline int64_t aligned(int64_t count) { return (count + 15) / 16 * 16; }
 
-// A view as an object of its own, with a version of its own.
+// A view that is an object of its own, with its own version.
 inline Tensor part_view(const Tensor& flat, const Shape& shape, int64_t offset) {
   return raw::as_parameter(
       raw::as_strided(flat, shape, contiguous_strides(shape), flat.offset() + offset));

@@ -1,5 +1,5 @@
-// What fully_shard() and zero() do alike: finding the parameters of a unit, and the hooks by which
-// it runs. Internal.
+// Setup that fully_shard() and zero() share: the parameters of a unit and the hooks that run it.
+// Internal.
 #pragma once
 
 #include <memory>
@@ -12,17 +12,15 @@
 
 namespace tessera::distributed {
 
-// The parameters of the unit's modules that no unit has taken yet, with all their places; those
-// named in `ignored` are left out, which the unit remembers. Throws as fully_shard() says, named
-// `where`.
+// The parameters of the unit's modules that no unit has taken yet, with all their places. The unit
+// remembers those named in `ignored`, which are left out. Throws as fully_shard(), named `where`.
 std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std::string>& ignored,
                                           std::string_view where);
-// Compares names, shapes, dtypes and what requires grad among the ranks of the mesh, and `options`,
-// which says in words what else must be alike (DistributedError), and gives all of them rank 0's
-// values where `init_sync` says so.
+// Compares names, shapes, dtypes, requires_grad and `options`, a text of other settings, among the
+// ranks of the mesh (DistributedError). With `init_sync` all ranks get rank 0's values.
 void synchronise_parameters(const std::vector<ShardedParam>& params, Mesh& mesh, bool init_sync,
                             std::string_view where, const std::string& options = {});
-// For such options.
+// Words for such a text.
 inline const char* words_of(GradientAverage average) {
   constexpr const char* kWords[] = {"of ranks", "of the window", "none", "by weight"};
   return kWords[static_cast<size_t>(average)];
@@ -34,21 +32,22 @@ inline const char* words_of(OffloadPolicy policy) {
   constexpr const char* kWords[] = {"none", "optimizer", "parameters"};
   return kWords[static_cast<size_t>(policy)];
 }
-// UnsupportedError where parts are to move to the host and a parameter lies there.
+// UnsupportedError if parts are to move to the host and a parameter is there already.
 void check_offload(const std::vector<ShardedParam>& params, OffloadPolicy policy,
                    std::string_view where);
-// The axes of a mesh of one or two.
+// The axes of a mesh that has one or two.
 ShardRanks shard_ranks(Mesh& mesh, std::string_view where);
 
-// By dtype and device, in the order of the first ones.
+// Grouped by dtype and device, in the order of the first members.
 std::vector<std::vector<ShardedParam>> by_dtype(std::vector<ShardedParam> params);
 
-// A call of a unit's module for as long as it lives. `last`: of the unit's modules.
+// The result represents a call of a unit's module until it is destroyed. `last`: whether the module
+// is the unit's last.
 std::shared_ptr<void> begin_call(const std::shared_ptr<ShardUnit>& unit, bool last);
 
-// The modules' calls gather and release the unit from now on.
+// Installs hooks by which the modules' calls gather and release the unit.
 void install_unit(const std::shared_ptr<ShardUnit>& unit);
-// The schedule of all units under `root`, made where there is none.
+// The schedule of all units under `root`, which is made if there is none.
 std::shared_ptr<UnitSchedule> schedule_under(const std::shared_ptr<ShardUnit>& root);
 std::vector<std::shared_ptr<ShardUnit>> units_under(const std::vector<nn::ModuleBase*>& modules);
 

@@ -10,27 +10,28 @@
 // numel(), data() and what kernels see, is that of the local shard; global_shape() is that of the
 // whole.
 //
-// [Note: what takes a DTensor]
+// [Note: what works on a DTensor]
 // - The functions below; requires_grad, grad(), zero_grad(), detach(), version(); inputs of grad().
 //   The `.grad` of a leaf is a DTensor of its placements (replicated where the leaf is partial),
 //   but for a main_grad, which is as its owner made it. Hooks get plain parts.
-// - Printing and error messages say how it lies.
-// - StateDict, clone() included, and load_state_dict of a module or an optimizer: from parts of the
-//   same placements, and from whole tensors, of which each rank takes its part.
-// - Checkpoints (save_state, load_state): from any placements into any. save_model, load_model and
-//   full_state_dict(). Not of a Partial.
-// - Optimizers: states become DTensors of the same placements; the update is element by element,
-//   but Muon brings each matrix together on one rank (a Partial is no parameter: UnsupportedError).
-//   clip_grad_value, and clip_grad_norm, whose norm is that of the whole gradients on all ranks. A
-//   GradScaler on the host that agrees among the ranks (set_agreement).
-// - EMA, whose averages are parts like the parameters (not of a Partial).
-// What would take a part for the whole throws UnsupportedError: every op, item(), to_vector(),
-// backward() from a DTensor, retain_grad(), collectives, replicate(), save_safetensors,
-// save_weights, to_dlpack and set_data() of a whole tensor. data() and storage() are the part's and
-// not guarded, nor is what kernels and raw:: do with them.
+// - Printing and error messages, which show its placements.
+// - StateDict with clone(), and load_state_dict of a module or an optimizer, from DTensors of the
+//   same placements or from whole tensors, of which each rank takes its part.
+// - Checkpoints (save_state, load_state), from any placements into any; save_model, load_model and
+//   full_state_dict(), but not for a Partial.
+// - Optimizers. States become DTensors of the same placements, and the update is element by
+//   element; Muon brings each matrix together on one rank. A Partial is no parameter
+//   (UnsupportedError).
+// - clip_grad_value, and clip_grad_norm, which takes the norm of the whole gradients on all ranks.
+// - A GradScaler on the host that agrees among the ranks (set_agreement).
+// - EMA, whose averages have the placements of the parameters (not for a Partial).
+// Everything else that would take a part for the whole throws UnsupportedError: every op, item(),
+// to_vector(), backward() from a DTensor, retain_grad(), collectives, replicate(),
+// save_safetensors, save_weights, to_dlpack and set_data() of a whole tensor. data() and storage()
+// give the part without a check, and so do kernels and raw::.
 //
-// A DTensor refers to its mesh, which must outlive it. Functions called collective are called by
-// all ranks of the mesh alike.
+// A DTensor refers to its mesh, which must outlive it. All ranks of the mesh must call a collective
+// function alike.
 #pragma once
 
 #include <optional>
@@ -53,7 +54,7 @@ struct FromLocalOptions {
   // Compares shapes, dtypes and the copies of replicated axes among the ranks: collective, with as
   // much traffic as a broadcast. ShapeError, DTypeError or ValueError on every rank.
   bool run_check = false;
-  // The shape of the whole; needed for uneven shards, and for a FlatShard (else ConfigError).
+  // The shape of the whole; required for uneven shards and for a FlatShard (else ConfigError).
   std::optional<Shape> shape = {};
 };
 // The DTensor whose shard on this rank is `local`, with which it shares memory. Without run_check
@@ -85,14 +86,14 @@ Tensor full_tensor(const Tensor& dtensor, const ToLocalOptions& options = {});
 Tensor redistribute(const Tensor& dtensor, const Placements& placements);
 
 bool is_dtensor(const Tensor& tensor);
-// For a DTensor; ValueError for another tensor.
+// These take a DTensor; ValueError for another tensor.
 const DTensorSpec& spec_of(const Tensor& dtensor);
 const Placements& placements_of(const Tensor& dtensor);
 Mesh& mesh_of(const Tensor& dtensor);
 const Shape& global_shape(const Tensor& dtensor);
-Box local_box(const Tensor& dtensor);  // what of the whole this rank holds; not of a FlatShard
-std::vector<Box> local_boxes(const Tensor& dtensor);  // of any, see DTensorSpec
-// "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]"; of another tensor its describe().
+Box local_box(const Tensor& dtensor);  // this rank's part of the whole; not for a FlatShard
+std::vector<Box> local_boxes(const Tensor& dtensor);  // for any placements, see DTensorSpec
+// "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]"; describe() of another tensor.
 std::string describe(const Tensor& tensor);
 
 }  // namespace tessera::distributed

@@ -1,29 +1,29 @@
-// How the ranks of a training are divided: one mesh of all of them, and who acts together in it.
+// Divides the ranks of a training into one mesh, and names the groups that act together in it.
 //
 //     ParallelDims dims(world(), {.dp_replicate = 2, .dp_shard = -1, .tp = 2});  // of 8 ranks
 //     dims.mesh().describe();        // mesh(dp_replicate=2, dp_shard=2, tp=2)
-//     dims.mesh()["dp"].size();      // 4: who deals batches
+//     dims.mesh()["dp"].size();      // 4: ranks with batches of their own
 //     fully_shard(model, dims.parameter_mesh());
 //
 // The axes, the slowest first; those of size 1 are left out:
 //
-//     pp            stages of a pipeline
-//     dp_replicate  copies of what the axes to its right hold together
-//     dp_shard      parts of parameters, gradients and states; each rank its own batches
+//     pp            pipeline stages
+//     dp_replicate  replicas of what the axes to its right hold together
+//     dp_shard      shards of parameters, gradients and states; each rank has its own batches
 //     cp            parts of each sequence
 //     tp            parts of each layer
 //
-// and the products that have names of their own, as torchtitan's:
+// Products of axes have the names that torchtitan gives them:
 //
 //     dp     dp_replicate x dp_shard            loss   dp_replicate x dp_shard x cp
 //     fsdp   dp_shard x cp                      stage  all but pp
 //
-// A mesh of no data-parallel axis above 1 keeps one of size 1, so that dp, loss and stage are always
-// there; fsdp is where dp_shard or cp is.
+// A mesh whose data-parallel axes are all 1 keeps one of size 1, so that dp, loss and stage always
+// exist; fsdp exists if dp_shard or cp does.
 //
-// Each thing that ranks do together asks for its own ranks below, which without tp, cp and pp are
-// the same. Their groups are made here, at once and in one order: a stage that first asked for one
-// where the others do not would wait for ever.
+// Each collective purpose has its own group below; without tp, cp and pp they are the same. All
+// groups are made here, at once and in one order, because a stage that first asked for a group
+// where the others do not would wait forever.
 #pragma once
 
 #include <string>
@@ -37,8 +37,8 @@ namespace tessera::distributed {
 struct ParallelSize {
   // NOLINTNEXTLINE(google-explicit-constructor): a number alone says it
   ParallelSize(int size = 1, std::string from = {}) : ranks(size), source(std::move(from)) {}
-  int ranks;           // -1 (of one axis at most): what the others leave
-  std::string source;  // who says so, for messages
+  int ranks;           // -1 (for one axis at most): the ranks that the others leave
+  std::string source;  // the setting that gives the size, for messages
 };
 struct ParallelSizes {
   ParallelSize pp = 1, dp_replicate = 1, dp_shard = -1, cp = 1, tp = 1;
