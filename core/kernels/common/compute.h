@@ -1,4 +1,4 @@
-// In what kernels of f64, f32, f16 and bf16 calculate: f64 for f64, else f32.
+// The compute type of kernels for f64, f32, f16 and bf16: f64 for f64, else f32.
 #pragma once
 
 #include <tessera/core/dtype.h>

@@ -24,8 +24,8 @@ namespace {
 inline constexpr int64_t kBlock = 1024;  // elements of a staged block
 inline constexpr int kLanes = 32;        // partial sums of a row: four registers of v3
 
-// As dispatch_floating, for dtypes that the caller has checked: the error path of that one would be
-// emitted out of line. Anything else is taken for f32.
+// As dispatch_floating, for dtypes that the caller has checked, because the error path of
+// dispatch_floating would be emitted out of line. Any other dtype is taken for f32.
 template <class F>
 TS_HD decltype(auto) visit_floating(DType dtype, F&& f) {
   switch (dtype) {
@@ -40,8 +40,7 @@ TS_HD decltype(auto) visit_floating(DType dtype, F&& f) {
   }
 }
 
-// A block [0, n) of x, n <= kBlock: x itself where it is of the compute type, else a converted
-// copy.
+// A block [0, n) of x, n <= kBlock: x itself if it has the compute type, else a converted copy.
 template <class C, class T>
 TS_HD const C* stage_in(const T* x, int64_t n, C* TS_RESTRICT buffer) {
   if constexpr (std::is_same_v<C, T>) {
@@ -68,8 +67,8 @@ TS_HD void stage_out(T* TS_RESTRICT y, int64_t n, const C* TS_RESTRICT buffer) {
   }
 }
 
-// A register's worth of numbers. Arithmetic, comparison and ?: of the compiler's vector types are
-// used where a plain loop would not vectorize: reductions that must not drop a NaN.
+// A register of numbers. The compiler's vector types give arithmetic, comparison and ?: where a
+// plain loop would not vectorize, in reductions that must not drop a NaN.
 #if defined(__AVX512F__)
 inline constexpr int kPackBytes = 64;
 #else

@@ -1,7 +1,7 @@
-// How a kernel of the CPU finds its form for another device.
+// Finds the form of a CPU kernel for another device.
 //
-// A kernel is named by its function. The form for GPUs stands in the `.cu` file of the same name,
-// has the same signature and is registered before the first tensor of a GPU exists:
+// A kernel is named by its function. The form for GPUs is in the `.cu` file of the same name, has
+// the same signature and is registered before the first tensor of a GPU exists:
 //
 //     // softmax_cpu.cpp
 //     Tensor softmax(const Tensor& x, int dim, bool log) {

@@ -24,7 +24,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // A slice that nobody else got. Called once for each range of the loop.
+  // A slice that no other range has. Called once for each range of the loop.
   char* take() { return data_ + next_.fetch_add(1, std::memory_order_relaxed) * slice_bytes_; }
 
  private:

@@ -1,4 +1,4 @@
-// How elementwise kernels walk tensors of any layout and dtype.
+// How elementwise kernels traverse tensors of any layout and dtype.
 //
 // A loop calculates on *lanes*: short contiguous arrays of one of four types. An operand whose
 // elements lie in order and have the lane's type is read and written where it is; any other is
@@ -51,13 +51,13 @@ struct Walk {
   int64_t sizes[kMaxDims];
   int64_t strides[kMaxOperands][kMaxDims];  // in elements
 
-  // `strides[i]` are those of operand i for `shape`, 0 where it is broadcast.
+  // `strides[i]` are the strides of operand i for `shape`, 0 in dimensions where it is broadcast.
   Walk(const Shape& shape, std::span<const Shape> strides);
 
   bool is_linear(int operand) const;    // elements lie one after the other
   bool is_constant(int operand) const;  // all elements are the same one
-  // Elements that the operand has, each once: those that are broadcast come up more often. (Views
-  // whose elements overlap in memory have fewer.)
+  // The number of the operand's elements, each counted once although broadcast ones are visited
+  // more often. (Views whose elements overlap in memory have fewer.)
   int64_t distinct(int operand) const;
 };
 

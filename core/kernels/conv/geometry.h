@@ -1,4 +1,4 @@
-// What convolution and pooling in two dimensions are told of their sizes.
+// Sizes of convolution and pooling in two dimensions.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ struct ConvGeometry {
   int64_t padding[2] = {0, 0};
   int64_t dilation[2] = {1, 1};
   int64_t groups = 1;
-  // Positions of the kernel, 0: as many as fit. A transposed convolution has as many as its input,
-  // and with an output_padding of a stride or more its output has room for others.
+  // Positions of the kernel; 0: as many as fit. A transposed convolution has as many as its input,
+  // and its output has room for more if output_padding is a stride or more.
   int64_t positions[2] = {0, 0};
   // The output size of one dimension; 0 if the kernel does not fit.
   int64_t output_size(int64_t input, int64_t kernel, int dim) const {

@@ -1,4 +1,4 @@
-// Loops of convolution over the patches that a kernel meets (patches_simd.cpp).
+// Loops of convolution over the patches that a kernel covers (patches_simd.cpp).
 #pragma once
 
 #include <tessera/core/isa.h>
@@ -7,13 +7,13 @@
 namespace tessera::kernels {
 
 // Unfolds one group of one sample, planes x [C / G, H, W]. Row (c, kh, kw) of columns [C / G * KH *
-// KW, OH * OW], rows `row_stride` elements apart, has the elements that this kernel element meets
-// at each position, 0 outside of the planes. Elements of 2, 4 or 8 bytes.
+// KW, OH * OW], rows `row_stride` elements apart, has the elements under this kernel element at
+// each position, 0 outside the planes. Elements have 2, 4 or 8 bytes.
 TS_SIMD_DECLARE(void unfold_patches(const ConvSizes& n, int64_t element_bytes, const void* x,
                                     void* columns, int64_t row_stride))
 
-// The transpose of it: each element of x is the sum of what patches hold for it,
-// in the order of rows. Columns are dense.
+// The transpose of unfolding: each element of x is the sum of its copies in the patches, in the
+// order of rows. Columns are dense.
 TS_SIMD_DECLARE(void fold_patches(const ConvSizes& n, const float* columns, float* x))
 TS_SIMD_DECLARE(void fold_patches(const ConvSizes& n, const double* columns, double* x))
 

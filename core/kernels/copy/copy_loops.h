@@ -1,4 +1,4 @@
-// Inner loops of copies and conversions; made in copy_simd.cpp for each instruction set.
+// Inner loops of copies and conversions; copy_simd.cpp makes them for each instruction set.
 #pragma once
 
 #include <cstdint>

@@ -8,14 +8,14 @@
 
 namespace tessera::kernels {
 
-// Joins along `dim`; tensors of one dtype whose other sizes agree. Rows move with memcpy.
+// Joins tensors of one dtype along `dim`; their other sizes agree. Rows move with memcpy.
 Tensor cat(std::span<const Tensor> tensors, int dim);
 
-// result[.., i, ..] = x[.., maps[d][i], ..]: each dimension d is read through a list of places in
-// [0, size), or as it is where its list is empty. Serves flip and padding.
+// result[.., i, ..] = x[.., maps[d][i], ..]: each dimension d is read through a list of indices in
+// [0, size), or as it is if its list is empty. Serves flip and padding.
 Tensor take(const Tensor& x, std::span<const std::vector<int64_t>> maps);
-// The transpose of take: x's elements added to the places of `shape` from which take would read
-// them, in row-major order; f32 sums for f16 and bf16. Floating or integer dtypes.
+// The transpose of take: adds x's elements, in row-major order, to the elements of `shape` from
+// which take would read them; f32 sums for f16 and bf16. Floating or integer dtypes.
 Tensor take_transposed(const Tensor& x, std::span<const std::vector<int64_t>> maps,
                        const Shape& shape);
 
@@ -23,13 +23,13 @@ Tensor take_transposed(const Tensor& x, std::span<const std::vector<int64_t>> ma
 // `step`-th place: the transpose of slice.
 Tensor embed_slice(const Tensor& x, const Shape& shape, int dim, int64_t start, int64_t step);
 
-// A tensor's elements as a storage range sees them: shape, strides and offset.
+// A tensor's geometry in its storage: shape, strides and offset.
 struct Geometry {
   Shape shape, strides;
   int64_t offset = 0;
 };
 // The linear map of as_strided and its transpose, between tensors with geometries in one storage:
-// result element j is the sum of x's elements that share its place (x may overlap itself).
+// result element j is the sum of x's elements with the same storage index (x may overlap itself).
 Tensor restride(const Tensor& x, const Geometry& from, const Geometry& to);
 
 }  // namespace tessera::kernels

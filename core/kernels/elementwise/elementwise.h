@@ -4,16 +4,16 @@
 //     Tensor z = kernels::binary<fn::Add>(a, b);        // broadcasts; a or b may be a number
 //     kernels::binary_into<fn::Mul>(a, a, 0.5);          // in place
 //
-// Operands: any shape that broadcasts, any strides, any dtype. They are calculated in the lane of
-// the `common` dtype (float for f32 and narrower, double, int64_t), which is by default that of
-// torch's promotion: dimensions outweigh zero-dim tensors, these outweigh numbers. The result has
+// Operands have any shape that broadcasts, any strides and any dtype. They are calculated in the
+// lane of the `common` dtype (float for f32 and narrower, double, int64_t), by default that of
+// torch's promotion: dimensions outweigh zero-dim tensors, which outweigh numbers. The result has
 // the common dtype, bool for predicates. A number keeps its precision next to a bf16 tensor.
 //
 // The result has the order of dimensions of the first operand of its shape that is dense, else it
 // is contiguous. `_into` writes to `out`, which has the broadcast shape and may be one of the
-// operands; an operand that overlaps it in another way, or lies transposed to it, is copied first.
-// Meta operands give a meta result. Parallel over elements from 32K on; 1 to 1.5 ns an element and
-// core for the activations, memory bandwidth for simple formulas. Throws ShapeError, DTypeError (a
+// operands; an operand that overlaps it in another way, or is transposed to it, is copied first.
+// Meta operands give a meta result. Parallel over elements from 32K on. Activations cost 1 to 1.5
+// ns per element and core, simple formulas the memory's bandwidth. Throws ShapeError, DTypeError (a
 // functor without integer form, fp8 arithmetic), DeviceError.
 #pragma once
 
@@ -26,7 +26,7 @@
 
 namespace tessera::kernels {
 
-// A tensor or a number, as an argument; does not own the tensor.
+// A tensor or a number as an argument; does not own the tensor.
 class Operand {
  public:
   Operand(const Tensor& tensor) : tensor_(&tensor) {}
@@ -43,7 +43,7 @@ class Operand {
   Scalar scalar_ = 0;
 };
 
-// torch.result_type of several operands. Throws DTypeError where fp8 meets another dtype.
+// torch.result_type of several operands. Throws DTypeError if fp8 meets another dtype.
 DType promote(std::span<const Operand> operands);
 DType promote(std::initializer_list<Operand> operands);
 
@@ -68,14 +68,14 @@ Tensor binary(const Operand& a, const Operand& b, const F& f = {},
               std::optional<DType> common = {}) {
   return detail::elementwise(detail::loops_of<F>(), &f, {a, b}, common);
 }
-// Where: the condition comes first and takes no part in promotion.
+// Where's condition comes first and takes no part in promotion.
 template <class F>
 Tensor ternary(const Operand& a, const Operand& b, const Operand& c, const F& f = {},
                std::optional<DType> common = {}) {
   return detail::elementwise(detail::loops_of<F>(), &f, {a, b, c}, common);
 }
 
-// The result is converted to the dtype of `out`; whether that is allowed is the op's decision.
+// The result is converted to the dtype of `out`; the op decides whether that is allowed.
 template <class F>
 void unary_into(const Tensor& out, const Tensor& x, const F& f = {},
                 std::optional<DType> common = {}) {

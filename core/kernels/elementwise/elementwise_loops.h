@@ -1,5 +1,5 @@
-// The table of loops that a functor is compiled to; made in elementwise*_simd.cpp for each
-// instruction set, read by elementwise_cpu.cpp.
+// The table of loops that a functor is compiled to. elementwise*_simd.cpp make it for each
+// instruction set, and elementwise_cpu.cpp reads it.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ namespace detail {
 // inputs[i] and output: lanes of `count` elements. Output and an input may be the same memory.
 using Loop = void (*)(const void* functor, const void* const* inputs, void* output, int64_t count);
 
-// The same for a GPU: operands stay where they are, in dtypes that the lane reads directly
-// (is_direct), the walk has the output's strides first.
+// The GPU's operands. They are read in place, in dtypes that the lane reads directly (is_direct);
+// the walk has the output's strides first.
 struct DeviceInput {
-  const void* data = nullptr;  // null: a number, the same for all elements
+  const void* data = nullptr;  // null: a number for all elements
   DType dtype = kF32;
   double number = 0;
   int64_t integer = 0;
@@ -44,7 +44,7 @@ constexpr bool is_direct(Lane lane, DType dtype) {
   }
   return false;
 }
-// Filled where a program has a GPU (elementwise.cuh).
+// Filled in programs with a GPU (elementwise.cuh).
 template <class F>
 inline constinit DeviceLoop cuda_loop = nullptr;
 

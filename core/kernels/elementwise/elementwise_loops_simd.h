@@ -10,10 +10,10 @@ namespace tessera::kernels::TS_SIMD {
 
 using detail::Loops;
 
-// Output and inputs are the same memory or apart, never shifted: no iteration depends on another.
+// Output and inputs are the same memory or disjoint, never shifted: iterations are independent.
 #define TS_ELEMENTWISE_LOOP _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i)
 
-// Functors with a common form: a block takes it where it holds for all of it. Bits are the same.
+// Functors with a common form: a block for all of which it holds takes it. Bits are the same.
 constexpr int64_t kCommonBlock = 512;
 template <class F, class C>
 inline constexpr bool has_common = std::is_same_v<C, float>&& requires {

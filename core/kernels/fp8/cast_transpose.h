@@ -1,6 +1,5 @@
-// Quantization for fp8 products, whose operands are needed in both orders: a matrix times a
-// scale, narrowed, by rows and by columns, with the largest magnitude beside it. One read of the
-// matrix for all of it.
+// Quantization for fp8 products, which need operands in both orders: one read of the matrix scales
+// and narrows it, by rows and by columns, and finds the largest magnitude.
 #pragma once
 
 #include <tessera/core/half.h>
@@ -9,18 +8,19 @@
 namespace tessera::kernels {
 
 struct CastTransposed {
-  Tensor values;      // [M, N] of the dtype asked for; undefined where not wanted
-  Tensor transposed;  // [N, M]; undefined where not wanted
-  Tensor amax;        // [] f32: the largest |x|, before the scale; NaN where x has one
+  Tensor values;      // [M, N] of the requested dtype; undefined if not wanted
+  Tensor transposed;  // [N, M]; undefined if not wanted
+  Tensor amax;        // [] f32: the largest |x|, before the scale; NaN if x has one
 };
-// x: [M, N], f32, f16 or bf16, any strides. dtype: f8e4m3, f8e5m2, f16 or bf16; x * scale is
-// rounded to nearest even and ends at the dtype's largest finite number; NaN stays, and in fp8 an
-// infinity becomes one. scale: one f32 beside x, or undefined for 1. Reads 2 or 4 bytes an element
-// and writes one or two of the result's size. The bits are the same on both devices. Throws DTypeError, ShapeError.
+// x: [M, N], f32, f16 or bf16, any strides. dtype: f8e4m3, f8e5m2, f16 or bf16. x * scale is
+// rounded to nearest even and clamped to the dtype's largest finite number; a NaN stays, and in fp8
+// an infinity becomes NaN. scale: one f32 on x's device, or undefined for 1. Reads 2 or 4 bytes per
+// element and writes one or two elements of the result. The bits are the same on both devices.
+// Throws DTypeError, ShapeError.
 CastTransposed cast_transpose(const Tensor& x, DType dtype, const Tensor& scale, bool want_values,
                               bool want_transposed);
 
-// Calls f<Q>() with the type of a dtype that cast_transpose gives.
+// Calls f<Q>() with the type of a dtype that cast_transpose makes.
 template <class F>
 void dispatch_cast_target(DType dtype, const F& f) {
   switch (dtype) {

@@ -1,4 +1,4 @@
-// Quantization of the gradient that the logits of a mean of cross-entropies have.
+// Quantization of the gradient of logits under a mean of cross-entropies.
 #pragma once
 
 #include <tessera/core/kernels/fp8/quantize.h>
@@ -10,11 +10,12 @@ struct LogitsGradient {
   Tensor targets;     // i64 [N], checked
   Tensor statistics;  // of cross_entropy_forward() (loss/cross_entropy.h)
   Tensor gradient;    // f32 [1], of the loss
-  Tensor divisor;     // f64, one number: how many rows count
+  Tensor divisor;     // f64, one number: the count of rows that are not ignored
   int64_t ignore_index = -100;
 };
-// As quantize() of what cross_entropy_backward() gives, with one scale: on a GPU a pass over the
-// logits, and one for the scale where that is of the values at hand; nothing is stored in between.
+// As quantize() of the result of cross_entropy_backward(), with one scale. A GPU needs one pass
+// over the logits, and another one if the scale depends on these values; nothing is stored in
+// between.
 Quantized quantize_logits_gradient(const LogitsGradient& of, const QuantizeOptions& options,
                                    const Tensor& scale = {}, const QuantizeWants& wants = {});
 
