@@ -94,8 +94,8 @@ class FullyShardedModule {
  public:
   explicit FullyShardedModule(std::shared_ptr<ShardUnit> unit) : unit_(std::move(unit)) {}
 
-  // Unshards the unit's parameters now (asynchronous: waits at their first use), or reshards them.
-  // Collective, like all of these.
+  // Unshards the unit's parameters now, or reshards them. Asynchronous: waits in the next unshard()
+  // or call; nobody may write parameters until then. Collective, like all of these.
   void unshard(bool asynchronous = false) const;
   void reshard() const;
   // Sets this unit, and with `recurse` all under its module. The number of neighbors given to
@@ -132,7 +132,7 @@ class FullyShardedModule {
 
 // Makes one unit of the module's parameters that belong to no unit yet: call it for blocks first,
 // then for the modules that contain them. The list form makes one unit of several modules that run
-// one after the other, gathered before the first and resharded after the last. `mesh` has one axis,
+// one after the other, in any order of the list, gathered before the first and resharded after the last. `mesh` has one axis,
 // whose ranks hold the shards; or two, of which the first replicates and the second shards (HSDP).
 // Collective over the mesh. Throws ConfigError for a module that has a unit already, for a
 // parameter that another unit holds (weights that are tied across units), for a scalar parameter,

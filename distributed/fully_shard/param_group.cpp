@@ -172,6 +172,7 @@ void ParamGroup::start_gather(std::optional<DType> cast) {
   }
   const NoGradGuard no_grad;
   issue_gather(cast);
+  for (ShardedParam& param : params_) param.issued_shard = param.shard.version();
   state_ = State::kGathering;
 }
 
@@ -195,12 +196,12 @@ void ParamGroup::finish_gather() {
   state_ = State::kWhole;
   for (ShardedParam& param : params_) {
     VersionCounter& version = *param.whole.impl()->version;
-    if (param.shard.version() == param.gathered_shard || TS_MUTANT(kStaleGather)) {
+    if (param.issued_shard == param.gathered_shard || TS_MUTANT(kStaleGather)) {
       version.value = param.gathered_whole;
     } else {
       param.whole.bump_version("a gather of other values");
     }
-    param.gathered_shard = param.shard.version();
+    param.gathered_shard = param.issued_shard;
     param.gathered_whole = param.whole.version();
     param.whole.impl()->guard = nullptr;
   }

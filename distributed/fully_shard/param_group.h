@@ -59,8 +59,9 @@ struct ShardedParam {
   Shape shape = {};                   // of the whole
   std::optional<DType> cast = {};     // see [Note: casts]: only its copies in this dtype are read
   std::shared_ptr<Fp8Part> fp8 = {};  // or its bytes
-  uint32_t gathered_shard = 0;        // versions at the last gather
+  uint32_t gathered_shard = 0;        // versions at the last gather, of the shard as it was read
   uint32_t gathered_whole = 0;
+  uint32_t issued_shard = 0;  // of the shard in the gather under way
   bool trains() const { return whole.requires_grad(); }
 };
 

@@ -265,13 +265,13 @@ std::shared_ptr<UnitSchedule> schedule_under(const std::shared_ptr<ShardUnit>& r
 void install_unit(const std::shared_ptr<ShardUnit>& unit) {
   auto& known = ShardedModules::current().units;
   std::erase_if(known, [](const auto& entry) { return entry.second.expired(); });
-  const nn::ModuleBase* last = unit->modules.back();
+  unit->uncalled = unit->modules;
   for (nn::ModuleBase* module : unit->modules) {
     known[module] = unit;
     // The module's hooks own the unit, which goes with it.
     unit->handles.push_back(
-        module->register_call_scope([unit, last](nn::ModuleBase& called) -> std::shared_ptr<void> {
-          return begin_call(unit, &called == last);
+        module->register_call_scope([unit](nn::ModuleBase& called) -> std::shared_ptr<void> {
+          return begin_call(unit, unit->ends_with(called));
         }));
     if (const auto dtype = unit->precision.param_dtype;
         dtype && unit->precision.cast_forward_inputs) {

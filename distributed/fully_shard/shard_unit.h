@@ -31,8 +31,10 @@ struct UnitScheduleOptions {
 };
 
 struct ShardUnit {
-  std::string name;                      // of the first module: "h.0"; "" of the root
-  std::vector<nn::ModuleBase*> modules;  // gathered before the first, released after the last
+  std::string name;                       // of the first module: "h.0"; "" of the root
+  std::vector<nn::ModuleBase*> modules;   // gathered before the first, released after the last
+  std::vector<nn::ModuleBase*> uncalled;  // of them, so far
+  const nn::ModuleBase* last = nullptr;   // see ends_with()
   std::vector<std::unique_ptr<ParamGroup>> parts;  // one for each dtype
   std::optional<bool> reshard_after_forward;       // none: unless it is the root
   MixedPrecisionPolicy precision;
@@ -70,6 +72,12 @@ struct ShardUnit {
   }
 
   std::string title() const { return name.empty() ? "the root unit" : "unit " + name; }
+  // Whether the unit's calls of a forward end with this module's: the one with which all had been
+  // called for the first time, whatever their order in the list.
+  bool ends_with(const nn::ModuleBase& called) {
+    if (last == nullptr && std::erase(uncalled, &called) > 0 && uncalled.empty()) last = &called;
+    return last == &called;
+  }
   bool reshards_after_forward() const { return reshard_after_forward.value_or(!is_root); }
   void start_gather(std::optional<DType> read_as = {}) {
     for (const auto& part : parts) part->start_gather(read_as);

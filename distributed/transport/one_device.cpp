@@ -10,14 +10,14 @@ namespace tessera::distributed {
 namespace {
 
 Tensor tensor_at(const void* data, int64_t count, DType dtype, const Device& device) {
-  auto storage = std::make_shared<Storage>(const_cast<void*>(data), count * size_of(dtype), device,
-                                           [] {});
+  auto storage =
+      std::make_shared<Storage>(const_cast<void*>(data), count * size_of(dtype), device, [] {});
   return Tensor(new TensorImpl(std::move(storage), {count}, {1}, 0, dtype));
 }
 
 // From left to right; 16-bit floating types are added in f32 and rounded once.
-void reduce(std::span<const void* const> inputs, void* out, int64_t count, DType dtype,
-            ReduceOp op, const Device& device) {
+void reduce(std::span<const void* const> inputs, void* out, int64_t count, DType dtype, ReduceOp op,
+            const Device& device) {
   const DType common = is_floating(dtype) && size_of(dtype) == 2 ? kF32 : dtype;
   const auto input = [&](size_t r) { return tensor_at(inputs[r], count, dtype, device); };
   const Tensor result =  // not input 0 itself: `out` may be any of them

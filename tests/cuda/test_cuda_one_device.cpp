@@ -58,7 +58,8 @@ void delay_collectives(uint64_t seed, int rank) {
 }
 
 // What a rank gets from each collective, on a device.
-std::vector<std::vector<double>> collectives(const Device& device, DType dtype, int rank, int size) {
+std::vector<std::vector<double>> collectives(const Device& device, DType dtype, int rank,
+                                             int size) {
   std::vector<std::vector<double>> results;
   const auto note = [&](const Tensor& x) { results.push_back(x.to(kCpu).to_vector()); };
   uint64_t number = 0;
@@ -133,7 +134,8 @@ TEST(CudaOneDevice, EveryCollectiveHasTheBitsOfTheCpu) {
           ASSERT_EQ(got[rank].size(), expected[rank].size());
           for (size_t i = 0; i < got[rank].size(); ++i) {
             EXPECT_TRUE(got[rank][i] == expected[rank][i])
-                << dtype << ", rank " << rank << " of " << size << ", result " << i << ", seed " << seed;
+                << dtype << ", rank " << rank << " of " << size << ", result " << i << ", seed "
+                << seed;
           }
         }
       }
@@ -158,17 +160,15 @@ void train(Mode mode, const Device& device, int rank, int size, Trained* trained
   manual_seed(3);
   Blocks model(9, 2);
   model.to(device);
-  Mesh mesh = mode == Mode::kHsdp
-                  ? Mesh(world(), {{"dp_replicate", 2}, {"dp_shard", size / 2}})
-                  : Mesh(world());
+  Mesh mesh = mode == Mode::kHsdp ? Mesh(world(), {{"dp_replicate", 2}, {"dp_shard", size / 2}})
+                                  : Mesh(world());
   std::unique_ptr<DataParallelModel> parallel;
   if (mode == Mode::kReplicas) {
     parallel = std::make_unique<Replica>(replicate(model, mesh, {.bucket_bytes = 1200}));
   } else if (mode == Mode::kZero1 || mode == Mode::kZero2) {
-    parallel = std::make_unique<ShardedModel>(zero(model, mesh,
-                                                   {.stage = mode == Mode::kZero1 ? 1 : 2,
-                                                    .first_bucket_bytes = 1200,
-                                                    .bucket_bytes = 2000}));
+    parallel = std::make_unique<ShardedModel>(zero(
+        model, mesh,
+        {.stage = mode == Mode::kZero1 ? 1 : 2, .first_bucket_bytes = 1200, .bucket_bytes = 2000}));
   } else {
     FullyShardOptions options;
     options.reshard_after_forward = mode != Mode::kKept;
@@ -248,8 +248,7 @@ int wrong_sums(Mistake mistake) {
         const Tensor one = full({16}, 1.0, {kF32, shared_device()});
         for (int round = 0; round < 30; ++round) {
           const Tensor x = one * 1;
-          const Work work =
-              world().all_reduce(x, ReduceOp::kSum, {.channel = Channel::kGradient});
+          const Work work = world().all_reduce(x, ReduceOp::kSum, {.channel = Channel::kGradient});
           {
             std::optional<gpu::CurrentStream> elsewhere;  // another stream waits
             if (mistake == Mistake::kSkipEnd) elsewhere.emplace(idle);
@@ -296,20 +295,26 @@ TEST(CudaOneDevice, ACallThatNobodyWaitsForKeepsItsMemory) {
 
 TEST(CudaOneDevice, MistakesAreErrorsOnEveryRankAtOnce) {
   const std::string devices = message_of([&] {
-    failing_ranks("they call unlike", 2, [&](int rank) {
-      const Tensor x = rank == 0 ? zeros({4}) : zeros({4}, {kF32, shared_device()});
-      all_reduce(x);
-    }, {.device = shared_device()});
+    failing_ranks("they call unlike", 2,
+                  [&](int rank) {
+                    const Tensor x = rank == 0 ? zeros({4}) : zeros({4}, {kF32, shared_device()});
+                    all_reduce(x);
+                  },
+                  {.device = shared_device()});
   });
   EXPECT_TRUE(contains(devices, "ranks gave tensors of different devices")) << devices;
   const std::string sizes = message_of([&] {
-    failing_ranks("they call unlike", 2, [&](int rank) { all_reduce(zeros({4 + rank}, {kF32, shared_device()})); },
-              {.device = shared_device()});
+    failing_ranks("they call unlike", 2,
+                  [&](int rank) {
+                    all_reduce(zeros({4 + rank}, {kF32, shared_device()}));
+                  },
+                  {.device = shared_device()});
   });
   EXPECT_TRUE(contains(sizes, "f32[5]")) << sizes;
   const std::string none = message_of([&] {
-    failing_ranks("none of them calls", 2,
-                  [&](int) { all_reduce(zeros({4}, {kF32, shared_device()})); });
+    failing_ranks("none of them calls", 2, [&](int) {
+      all_reduce(zeros({4}, {kF32, shared_device()}));
+    });
   });
   EXPECT_TRUE(contains(none, "does not carry tensors of cuda")) << none;
 }

@@ -1,6 +1,8 @@
 // What sharded training sends, when, and how much of it computation hides.
 // ctest labels: threads
 // ctest ranks: 2
+#include <thread>
+
 #include <tessera/autograd/checkpoint.h>
 
 #include "distributed/fault_backend.h"
@@ -362,6 +364,275 @@ TEST(FullyShardCalls, PrefetchListsReplaceTheNextOne) {
   EXPECT_EQ(events_of(Way::kFully, train_step, arrange),
             kForward + Events({"G unit l2", "G unit l1", "G unit l0", "R unit l2", "R unit l1",
                                "R unit l0", "R the root unit"}));
+}
+
+// ---- Calls of a unit's handle ------------------------------------------------------------------
+
+constexpr int64_t kLayerBytes = (8 * 8 + 8) * 4, kScaleBytes = 8 * 4;  // of Layers
+
+int64_t unsharded_bytes() { return memory_stats()->current(MemoryCategory::kUnsharded); }
+
+Gradients gradients_of_two_batches() {
+  Gradients expected;
+  in_one_process([&] {
+    Layers model;
+    expected = accumulate_in_one_process(model, 0, 2, 2);
+  });
+  return expected;
+}
+
+void expect_gradients(const nn::ModuleBase& model, const Gradients& expected) {
+  const auto gradients = whole_gradients(model);
+  ASSERT_EQ(gradients.size(), expected.names.size());
+  for (size_t i = 0; i < expected.names.size(); ++i) {
+    EXPECT_EQ(gradients.at(expected.names[i]), expected.values[i]) << expected.names[i];
+  }
+}
+
+TEST(FullyShardCalls, WhatIsKeptAfterForwardMayChangeBetweenSteps) {
+  const Gradients expected = gradients_of_two_batches();
+  on_ranks(2, [&](int rank) {
+    manual_seed(3);
+    Layers model;
+    Mesh mesh(world());
+    const auto parallel = shard_in(Way::kFully, model, mesh);
+    const FullyShardedModule root = fully_sharded(model), l1 = fully_sharded(model.l1);
+    const struct {
+      std::string says;
+      std::function<void()> set;
+      int64_t kept;  // bytes between forward and backward
+      int gathers;
+    } rows[] = {
+        {"by root", [] {}, kScaleBytes, 7},
+        {"all kept", [&] { root.set_reshard_after_forward(false); }, 3 * kLayerBytes + kScaleBytes,
+         4},
+        {"none kept", [&] { root.set_reshard_after_forward(true); }, 0, 8},
+        {"one kept", [&] { l1.set_reshard_after_forward(false); }, kLayerBytes, 7},
+        {"the root alone", [&] { root.set_reshard_after_forward(false, false); },
+         kLayerBytes + kScaleBytes, 6},
+        {"all but the root",
+         [&] {
+           root.set_reshard_after_forward(false);
+           root.set_reshard_after_forward(true, false);
+         },
+         3 * kLayerBytes, 5},
+    };
+    for (const auto& row : rows) {
+      SCOPED_TRACE(row.says);
+      row.set();
+      for (int step = 0; step < 2; ++step) {
+        model.zero_grad();
+        const CommTrace::Scope scope(*rank_context().trace);
+        const Tensor loss = loss_of(model, rank);
+        EXPECT_EQ(unsharded_bytes(), row.kept);
+        loss.backward();
+        EXPECT_EQ(unsharded_bytes(), 0);
+        EXPECT_EQ(counts_of(scope.records()), (Counts{row.gathers, 4, 0}));
+        expect_gradients(model, expected);
+      }
+    }
+  });
+}
+
+// A call afterwards finds the unit gathered, and gathers again what an optimizer wrote meanwhile.
+TEST(FullyShardCalls, AUnitMayBeGatheredBeforeItsCall) {
+  const Gradients expected = gradients_of_two_batches();
+  on_ranks(2, [&](int rank) {
+    for (const bool asynchronous : {false, true}) {
+      SCOPED_TRACE(asynchronous ? "asynchronous" : "synchronous");
+      manual_seed(3);
+      Layers model;
+      Mesh mesh(world());
+      const auto parallel = shard_in(Way::kFully, model, mesh);
+      const FullyShardedModule root = fully_sharded(model), l2 = fully_sharded(model.l2);
+      for (int step = 0; step < 2; ++step) {
+        model.zero_grad();
+        const CommTrace::Scope scope(*rank_context().trace);
+        l2.unshard(asynchronous);
+        EXPECT_EQ(unit_events(scope.records()), Events{"G unit l2"});
+        EXPECT_EQ(unsharded_bytes(), kLayerBytes);
+        EXPECT_TRUE(is_dtensor(model.l2.weight)) << "parameters stay parts";
+        root.unshard(asynchronous);  // itself, and no unit inside
+        EXPECT_EQ(unsharded_bytes(), kLayerBytes + kScaleBytes);
+        l2.unshard();  // waits for what is under way
+        loss_of(model, rank).backward();
+        Events events = unit_events(scope.records());
+        events.resize(4);
+        EXPECT_EQ(events, (Events{"G unit l2", "G the root unit", "G unit l0", "G unit l1"}));
+        EXPECT_EQ(counts_of(scope.records()), (Counts{7, 4, 0}));
+        EXPECT_EQ(unsharded_bytes(), 0);
+        expect_gradients(model, expected);
+      }
+      l2.unshard(asynchronous);
+      l2.reshard();
+      EXPECT_EQ(unsharded_bytes(), 0);
+    }
+  });
+}
+
+TEST(FullyShardCalls, AStepBehindAnUnshardIsGatheredAgain) {
+  NEEDS_THREADS;
+  Gradients expected;
+  const auto train = [](Layers& model, const std::function<void()>& before, auto backward) {
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.5});
+    backward();
+    before();
+    optimizer.step();
+    optimizer.zero_grad();
+    backward();
+  };
+  in_one_process([&] {
+    Layers model;
+    train(
+        model, [] {}, [&] { expected = accumulate_in_one_process(model, 0, 2, 2); });
+  });
+  on_ranks(2, [&](int rank) {
+    for (const bool asynchronous : {false, true}) {
+      manual_seed(3);
+      Layers model;
+      Mesh mesh(world());
+      const auto parallel = shard_in(Way::kFully, model, mesh);
+      train(
+          model,
+          [&] {
+            const CommTrace::Scope scope(*rank_context().trace);
+            fully_sharded(model.l0).unshard(asynchronous);
+            fully_sharded(model.l2).unshard(asynchronous);
+            const auto under_way = [](const CommRecord& record) {
+              return record.state == CommRecord::State::kQueued;
+            };
+            while (std::ranges::any_of(scope.records(), under_way)) std::this_thread::yield();
+            world().barrier();  // every rank has read what the step writes
+          },
+          [&] { loss_of(model, rank).backward(); });
+      expect_gradients(model, expected);
+    }
+  });
+}
+
+TEST(FullyShardCalls, AnAsynchronousUnshardIsWaitedForWhereItIsUsed) {
+  NEEDS_THREADS;
+  constexpr double kTravel = 2, kOther = 5;
+  compared_ranks(2,
+                 [](int rank) {
+                   Layers model;
+                   Mesh mesh(world());
+                   const auto parallel = shard_in(Way::kFully, model, mesh);
+                   loss_of(model, rank).backward();
+                   model.zero_grad();
+                   const auto clock = std::make_shared<VirtualClock>();
+                   clock->latency = [](const Call& call) {
+                     return call.channel == Channel::kParameter ? kTravel : 0;
+                   };
+                   use_clock(clock);
+                   const FullyShardedModule l1 = fully_sharded(model.l1);
+                   l1.unshard();
+                   EXPECT_DOUBLE_EQ(clock->now, kTravel);
+                   l1.reshard();
+                   l1.unshard(true);
+                   EXPECT_DOUBLE_EQ(clock->now, kTravel) << "nobody waits";
+                   l1.unshard();
+                   EXPECT_DOUBLE_EQ(clock->now, 2 * kTravel) << "as a handle's wait() does";
+                   l1.reshard();
+                   l1.unshard(true);
+                   clock->now += kOther;
+                   const double before = clock->now;
+                   const Tensor y = model.l1(randn({5, 8}));
+                   EXPECT_DOUBLE_EQ(clock->now, before) << "it has come meanwhile";
+                   use_clock(nullptr);
+                 },
+                 {.decorate = with_faults()});
+}
+
+// Replicas of parts: micro-batches are reduced among the parts, the last one among replicas too.
+TEST(FullyShardCalls, ReplicasMayAddUpOnceInAStep) {
+  constexpr int kMicro = 3, kUnits = 4;
+  Gradients expected;
+  in_one_process([&] {
+    Layers first;
+    manual_seed(3);
+    Layers second;
+    for (int k = 0; k < kMicro; ++k) {
+      for (int r = 0; r < 4; ++r) loss_of(r < 2 ? first : second, 4 * k + r).backward();
+    }
+    const NoGradGuard no_grad;
+    const TensorList sums = first.parameters(), others = second.parameters();
+    for (size_t i = 0; i < sums.size(); ++i) {
+      add_(sums[i].grad(), others[i].grad());
+      mul_(sums[i].grad(), Scalar(0.25));
+    }
+    expected = gradients_of(first);
+  });
+  for (const bool says_last : {true, false}) {
+    SCOPED_TRACE(says_last ? "with set_is_last_backward" : "alone");
+    on_ranks(4, [&](int rank) {
+      manual_seed(3);
+      Layers model;
+      Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 2}});
+      const auto parallel = shard_in(Way::kFully, model, mesh);
+      const FullyShardedModule root = fully_sharded(model);
+      for (int step = 0; step < 2; ++step) {
+        model.zero_grad();
+        const CommTrace::Scope scope(*rank_context().trace);
+        for (int k = 0; k < kMicro; ++k) {
+          const bool last = k + 1 == kMicro;
+          if (says_last) root.set_is_last_backward(last);
+          root.set_requires_all_reduce(last);
+          loss_of(model, 4 * k + rank).backward();
+          const int sums = last ? kUnits : 0;
+          EXPECT_EQ(counts_of(scope.records()), (Counts{7 * (k + 1), kUnits * (k + 1), sums}));
+        }
+        expect_gradients(model, expected);
+      }
+    });
+  }
+}
+
+// Of several modules in one unit: one gather and one reduction, from the first call to the last,
+// whatever their order in the list.
+TEST(FullyShardCalls, ModulesOfAListAreOneUnit) {
+  const Gradients expected = gradients_of_two_batches();
+  for (const bool reversed : {false, true}) {
+    for (const bool checkpointed : {false, true}) {
+      SCOPED_TRACE(std::string(reversed ? "reversed" : "as they run") +
+                   (checkpointed ? ", one runs again" : ""));
+      on_ranks(2, [&](int rank) {
+        manual_seed(3);
+        Layers model;
+        model.checkpointed = checkpointed;
+        Mesh mesh(world());
+        std::vector<nn::ModuleBase*> list{&model.l0, &model.l1};
+        if (reversed) std::ranges::reverse(list);
+        const FullyShardedModule both = fully_shard(list, mesh);
+        fully_shard(model.l2, mesh);
+        fully_shard(model, mesh);
+        EXPECT_EQ(fully_sharded(model.l0).unit(), both.unit());
+        EXPECT_EQ(fully_sharded(model.l1).unit(), both.unit());
+        std::vector<int64_t> held;  // when a call begins
+        for (nn::Linear* layer : {&model.l0, &model.l1, &model.l2}) {
+          layer->register_forward_pre_hook([&](nn::ModuleBase&, nn::TensorRefs) {
+            if (current_backward() == 0) held.push_back(unsharded_bytes());
+          });
+        }
+        const std::string name = reversed ? "l1" : "l0";
+        const Events forward{"G the root unit", "G unit " + name, "G unit l2"};
+        const Events backward{"G unit l2", "G unit " + name, "R unit l2", "R unit " + name,
+                              "R the root unit"};
+        for (int step = 0; step < 3; ++step) {
+          held.clear();
+          model.zero_grad();
+          const CommTrace::Scope scope(*rank_context().trace);
+          const Tensor loss = loss_of(model, rank);
+          EXPECT_EQ(unsharded_bytes(), kScaleBytes);
+          loss.backward();
+          EXPECT_EQ(unit_events(scope.records()), forward + backward);
+          EXPECT_EQ(held.back(), kLayerBytes + kScaleBytes) << "both are gone";
+          EXPECT_EQ(unsharded_bytes(), 0);
+          expect_gradients(model, expected);
+        }
+      });
+    }
+  }
 }
 
 // ---- Overlap -----------------------------------------------------------------------------------

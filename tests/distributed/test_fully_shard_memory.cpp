@@ -373,6 +373,36 @@ TEST(FullyShardMemory, LocalSumsAddUpInTheReduceDtype) {
   });
 }
 
+// Inputs then come as they are, which a module may want: here the root's, whose layers cast theirs.
+TEST(FullyShardMemory, InputsAreCastUnlessAskedOtherwise) {
+  const auto expected = reference(2, 1, kF32);
+  on_ranks(2, [&](int rank) {
+    const MixedPrecisionPolicy casts{
+        .param_dtype = kBF16, .reduce_dtype = kF32, .output_dtype = kF32};
+    MixedPrecisionPolicy as_they_are = casts;
+    as_they_are.cast_forward_inputs = false;
+    Mesh mesh(world());
+    for (const bool cast : {true, false}) {
+      manual_seed(3);
+      Typed model;
+      fully_shard(model.first, mesh, {.mixed_precision = casts});
+      fully_shard(model.second, mesh, {.mixed_precision = casts});
+      fully_shard(model, mesh, {.mixed_precision = cast ? casts : as_they_are});
+      loss_of(model, rank).backward();
+      EXPECT_EQ(model.seen.front(), cast ? kBF16 : kF32);
+      EXPECT_EQ(whole_gradients(model), expected);
+    }
+    Typed model;
+    fully_shard(model, mesh, {.mixed_precision = as_they_are});
+    EXPECT_THROW(loss_of(model, rank), DTypeError) << "of a layer that reads bf16";
+    model.first.register_forward_pre_hook(
+        [](nn::ModuleBase&, nn::TensorRefs inputs) { *inputs[0] = inputs[0]->to(kBF16); });
+    const Tensor loss = loss_of(model, rank);
+    EXPECT_EQ(model.seen, (std::vector<DType>{kF32, kBF16}));
+    loss.backward();
+  });
+}
+
 TEST(FullyShardMemory, MixedPrecisionIsOfFloatingDtypes) {
   on_ranks(2, [](int) {
     Typed model;
