@@ -213,6 +213,57 @@ TEST(ShardSettings, NormsOfEveryOrderAreThoseOfTheWholeForOneCall) {
   }
 }
 
+// Of some parameters, of which ranks may hold no element: what one process makes of the gradients.
+TEST(ShardSettings, SomeParametersAreClippedAndTheOthersStay) {
+  const std::vector<std::string> subsets[] = {
+      {"first.weight", "scale", "third.bias"}, {"narrow.weight"}, {"narrow.bias", "second.bias"}};
+  const auto clip = [](const nn::ModuleBase& model, const std::vector<std::string>& names) {
+    TensorList some;
+    for (const auto& [name, tensor] : model.named_parameters()) {
+      if (std::ranges::find(names, name) != names.end()) some.push_back(tensor);
+    }
+    EXPECT_EQ(some.size(), names.size());
+    return optim::clip_grad_norm(some, 1e-3).item();
+  };
+  const auto same_as_whole = [&](nn::ModuleBase& model, size_t calls) {
+    const auto gradients = whole_gradients(model);
+    for (const auto& names : subsets) {
+      manual_seed(3);
+      Odd whole;
+      const auto before = whole_gradients(model);
+      for (const auto& [name, own] : whole.named_parameters()) {
+        own.set_grad(tensor(std::span<const float>(before.at(name)), own.shape()));
+      }
+      const double expected = clip(whole, names);
+      EXPECT_GT(expected, 1e-3) << "it is clipped";
+      const CommTrace::Scope scope(*rank_context().trace);
+      EXPECT_EQ(clip(model, names), expected);
+      EXPECT_EQ(scope.records().size(), calls);
+      EXPECT_EQ(whole_gradients(model), whole_gradients(whole));
+    }
+    EXPECT_NE(whole_gradients(model), gradients);
+  };
+  for (const Way way : kModes) {
+    SCOPED_TRACE(name_of(way));
+    compared_ranks(3, [&](int rank) {
+      manual_seed(3);
+      Odd model;
+      Mesh mesh(world());
+      const auto parallel = shard_in(way, model, mesh);
+      loss_of(model, rank).backward();
+      same_as_whole(model, way == Way::kReplicate ? 0 : 1);
+    });
+  }
+  compared_ranks(4, [&](int rank) {
+    manual_seed(3);
+    Odd model;
+    Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 2}});
+    const auto parallel = shard_in(Way::kFully, model, mesh);
+    loss_of(model, rank).backward();
+    same_as_whole(model, 1);
+  });
+}
+
 // Replicas of shards: the axis that replicates is not asked.
 TEST(ShardSettings, NormsOfReplicasOfShardsAreAskedOfTheShardsAlone) {
   compared_ranks(4, [](int rank) {
