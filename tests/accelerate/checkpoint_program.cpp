@@ -1,7 +1,7 @@
 // A rank that trains, saves after every second update and, in its second save, is killed at the
 // stage that it is told: test_checkpoint_kill looks at what it leaves.
 //
-//     checkpoint_program FOLDER STAGE RANK synchronous|asynchronous
+//     checkpoint_program FOLDER STAGE RANK synchronous|asynchronous replicas|parts
 #include <atomic>
 #include <csignal>
 #include <cstdlib>
@@ -20,7 +20,7 @@ int main(int argc, char** argv) {
   return run(argc, argv, [](std::span<const std::string> arguments) {
     distributed::ProcessGroup processes;
     manual_seed(1);
-    CheckpointTraining training(2);
+    CheckpointTraining training(2, arguments[4] == "parts");
     accelerate::StateIoOptions options;
     options.project_dir = arguments[0];
     options.automatic_naming = true;

@@ -15,6 +15,8 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/data/distributed_source.h>
 #include <tessera/distributed/data_parallel/replicate.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/nn/linear.h>
@@ -51,8 +53,9 @@ class CheckpointTraining {
  public:
   static constexpr int64_t kSamples = 48, kBatch = 3;
 
-  // `micro` batches an update, a multiple of the number of ranks.
-  explicit CheckpointTraining(int micro)
+  // `micro` batches an update, a multiple of the number of ranks. `parts`: ranks hold parts of what
+  // others are replicas of.
+  explicit CheckpointTraining(int micro, bool parts = false)
       : micro_(micro / distributed::world_size()),
         inputs_(randn({kSamples, 6}, {}, RandomStream{5, 1})),
         dataset_(inputs_),
@@ -61,8 +64,14 @@ class CheckpointTraining {
         loader(dataset_, {.batch_size = kBatch, .shuffle = true, .seed = 9}) {
     if (distributed::world_size() > 1) {
       mesh_ = std::make_unique<distributed::Mesh>(distributed::world());
-      replica_ = std::make_unique<distributed::Replica>(
-          distributed::replicate(model, *mesh_, {.average = distributed::GradientAverage::kNone}));
+      if (parts) {
+        fully_shard(model.last, *mesh_);
+        fully_shard(model, *mesh_, {.average = distributed::GradientAverage::kNone});
+        parallel_ = std::make_unique<distributed::ShardedModel>(distributed::sharded_model(model));
+      } else {
+        parallel_ = std::make_unique<distributed::Replica>(distributed::replicate(
+            model, *mesh_, {.average = distributed::GradientAverage::kNone}));
+      }
       loader.set_source(std::make_shared<data::DistributedBatchSource>(
           std::make_shared<data::RandomSampler>(kSamples, 9), kBatch,
           data::RankShare{.rank = distributed::rank(), .world_size = distributed::world_size()}));
@@ -92,8 +101,8 @@ class CheckpointTraining {
         auto batch = loader.next();
         if (!batch) batch = loader.next();  // of the next epoch
         std::unique_ptr<distributed::NoSync> no_sync;
-        if (replica_ && i + 1 < micro_) {
-          no_sync.reset(new distributed::NoSync(replica_->no_sync()));
+        if (parallel_ && i + 1 < micro_) {
+          no_sync.reset(new distributed::NoSync(parallel_->no_sync()));
         }
         const Tensor y = model((*batch)[0]);
         mean(square(y - 0.5)).backward();
@@ -102,7 +111,9 @@ class CheckpointTraining {
         const NoGradGuard no_grad;
         const int micro = micro_ * distributed::world_size();
         for (const Tensor& parameter : model.parameters()) {
-          mul_(parameter.grad(), Scalar(1.0 / micro));
+          const Tensor gradient = parameter.grad();
+          mul_(distributed::is_dtensor(gradient) ? distributed::to_local(gradient) : gradient,
+               Scalar(1.0 / micro));
         }
       }
       optimizer.step(), schedule.step(), optimizer.zero_grad();
@@ -111,13 +122,16 @@ class CheckpointTraining {
     }
   }
 
-  // The bits of everything that a checkpoint holds.
+  // The bits of everything that a checkpoint holds, of parts the whole: collective.
   std::string bits() const {
     std::string bits;
     const auto add = [&](const StateDict& state) {
+      const NoGradGuard no_grad;
       for (const auto& [name, tensor] : state) {
+        const Tensor whole =
+            distributed::is_dtensor(tensor) ? distributed::full_tensor(tensor) : tensor;
         bits += name + "=";
-        bits.append(static_cast<const char*>(tensor.data()), static_cast<size_t>(tensor.nbytes()));
+        bits.append(static_cast<const char*>(whole.data()), static_cast<size_t>(whole.nbytes()));
       }
     };
     add(model.state_dict()), add(optimizer.state_dict()), add(schedule.state_dict());
@@ -153,7 +167,7 @@ class CheckpointTraining {
 
  private:
   std::unique_ptr<distributed::Mesh> mesh_;
-  std::unique_ptr<distributed::Replica> replica_;
+  std::unique_ptr<distributed::DataParallelModel> parallel_;
 };
 
 }  // namespace tessera

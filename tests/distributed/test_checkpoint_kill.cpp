@@ -25,6 +25,7 @@ struct Kill {
   int ranks;
   int rank;
   bool asynchronous = false;
+  bool parts = false;  // which each rank writes its own of
 };
 std::ostream& operator<<(std::ostream& out, const Kill& kill) {
   return out << "rank " << kill.rank << " of " << kill.ranks << " at " << kill.name;
@@ -58,7 +59,8 @@ TEST_P(Killed, ACK3TheNewestCompleteCheckpointLoadsAndTheTrainingGoesOnBitForBit
   for (const std::string& word :
        {std::string(TESSERA_CHECKPOINT_PROGRAM), folder.path("run"),
         std::to_string(static_cast<int>(kill.stage)), std::to_string(kill.rank),
-        std::string(kill.asynchronous ? "asynchronous" : "synchronous")}) {
+        std::string(kill.asynchronous ? "asynchronous" : "synchronous"),
+        std::string(kill.parts ? "parts" : "replicas")}) {
     command.push_back(word);
   }
   const FinishedProcess job = run_process(command, {{"OMP_NUM_THREADS", "1"}});
@@ -76,9 +78,20 @@ TEST_P(Killed, ACK3TheNewestCompleteCheckpointLoadsAndTheTrainingGoesOnBitForBit
   }
 
   const std::string& expected = expected_bits();  // made by one process, not by a rank
+  if (kill.parts) {  // one process reads them as well, and writes nothing
+    Context context;
+    const ContextGuard guard(context);
+    set_num_threads(1);
+    CheckpointTraining training(2);
+    StateIo io({.project_dir = folder.path("run"), .automatic_naming = true});
+    EXPECT_EQ(io.load_state(training.state()).folder, found.back().folder);
+    training.train(8);
+    EXPECT_TRUE(training.bits() == expected) << "in one process";
+  }
   distributed::compared_ranks(2, [&](int rank) {
     manual_seed(77);
-    CheckpointTraining training(2);
+    CheckpointTraining training(2, kill.parts);
+    EXPECT_EQ(distributed::is_dtensor(training.model.first.weight), kill.parts);
     StateIoOptions options;
     options.project_dir = folder.path("run");
     options.automatic_naming = true;
@@ -115,13 +128,18 @@ std::vector<Kill> all_kills() {
       kills.push_back({stage, name, 2, 1});
     }
   }
+  for (const auto& [stage, name] : stages) {  // rank 1 while it writes, then who commits
+    kills.push_back({stage, name, 2, stage < SaveStage::kAgreed ? 1 : 0});
+    kills.back().parts = true;
+  }
+  kills.push_back({SaveStage::kHalfWritten, "half_written_asynchronous", 2, 1, true, true});
   kills.push_back({SaveStage::kHalfWritten, "half_written_asynchronous", 2, 0, true});
   kills.push_back({SaveStage::kRenamed, "renamed_asynchronous", 2, 0, true});
   return kills;
 }
 INSTANTIATE_TEST_SUITE_P(Stages, Killed, ::testing::ValuesIn(all_kills()), [](const auto& info) {
   return std::string(info.param.name) + "_rank_" + std::to_string(info.param.rank) + "_of_" +
-         std::to_string(info.param.ranks);
+         std::to_string(info.param.ranks) + (info.param.parts ? "_parts" : "");
 });
 
 }  // namespace
