@@ -225,7 +225,8 @@ std::vector<std::vector<float>> trained(int ranks, Sharding sharding, Fp8Scaling
 TEST(Fp8TiedHead, TrainsInEveryModeOfShardingWithTheSameBits) {
   for (const Fp8Scaling recipe : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
     const auto expected = trained(2, Sharding::kDdp, recipe);
-    for (const Sharding sharding : {Sharding::kZero1, Sharding::kZero3, Sharding::kFsdp}) {
+    for (const Sharding sharding :
+         {Sharding::kZero1, Sharding::kZero2, Sharding::kZero3, Sharding::kFsdp}) {
       EXPECT_TRUE(trained(2, sharding, recipe) == expected)
           << name_of(recipe) << ", way " << static_cast<int>(sharding);
     }

@@ -817,5 +817,45 @@ TEST(Fp8Training, EveryRecipeLearnsAsBf16Does) {
   }
 }
 
+// Of eight clouds that overlap: the share of new points that a model finds the cloud of, after as
+// many steps from the same values. Measured: at most 0.0044 less than in f32.
+TEST(Fp8Training, EveryRecipeIsAsAccurateAsF32FromAnySeed) {
+  constexpr int64_t kClouds = 8, kWidth = 64, kRows = 64;
+  for (const uint64_t seed : {1, 2, 3}) {
+    manual_seed(seed);
+    const Tensor centers = random({kClouds, kWidth}, kF32, 0.3);
+    const auto labels_of = [&](int64_t rows) { return randint(0, kClouds, {rows}); };
+    const auto points_of = [&](const Tensor& labels) {
+      return (embedding(labels, centers) + random({labels.size(0), kWidth})).detach();
+    };
+    const auto accuracy = [&](const std::optional<Policy>& policy) {
+      manual_seed(100 + seed);
+      Mlp model(kWidth);
+      std::optional<AppliedPolicy> applied;
+      if (policy) applied.emplace(apply(model, *policy));
+      optim::AdamW optimizer(model.named_parameters(), {.lr = 2e-3});
+      for (int step = 0; step < 40; ++step) {
+        const Tensor labels = labels_of(kRows);
+        cross_entropy(model(points_of(labels)).to(kF32), labels).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+        if (applied && applied->fp8()) applied->fp8()->update();
+      }
+      const NoGradGuard no_grad;
+      manual_seed(200 + seed);
+      const Tensor labels = labels_of(2048);
+      const Tensor found = argmax(model(points_of(labels)).to(kF32), -1);
+      return mean(eq(found, labels).to(kF32)).item();
+    };
+    const double expected = accuracy({});
+    EXPECT_GT(expected, 0.6);
+    EXPECT_LT(expected, 0.95) << "an easier task tells nothing";
+    for (const Fp8Scaling scaling : kScalings) {
+      const double own = accuracy(Policy::fp8(recipe_of(scaling)));
+      EXPECT_NEAR(own, expected, 0.01) << name_of(scaling) << ", seed " << seed;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::precision::test_fp8_linear
