@@ -7,6 +7,7 @@
 #include <csignal>
 #include <filesystem>
 #include <set>
+#include <thread>
 
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -550,6 +551,42 @@ TEST_F(Checkpoints, ACK5AnAsynchronousSaveHoldsTheValuesOfTheCall) {
     CheckpointReader reader(path("step-" + std::to_string(step)));
     EXPECT_EQ(values(reader.read("x")), values(numbers({1000}, step)));
   }
+}
+
+// What a save does before it returns: its part is copied, once, and nothing of it is written.
+TEST_F(Checkpoints, ACK5ASaveBlocksForOneCopyOfItsPart) {
+  constexpr int64_t kElements = 40'000, kRanks = 2;
+  std::atomic<int64_t> staged{0};
+  compared_ranks(kRanks, [&](int) {
+    CheckpointSaver saver;
+    const auto items = std::vector{SaveItem::whole("x", numbers({kElements}))};
+    std::atomic<bool> returned{false};
+    std::atomic<int> writing{0};
+    SaveOptions options{.asynchronous = true, .chunk_bytes = 4096};
+    options.at_stage = [&, caller = std::this_thread::get_id()](SaveStage stage) {
+      if (stage < SaveStage::kHalfWritten) return;
+      ++writing;
+      EXPECT_NE(std::this_thread::get_id(), caller);
+      returned.wait(false);
+    };
+    const int64_t before = memory_stats()->current(MemoryCategory::kStaging);
+    memory_stats()->reset_peak();
+    saver.save(path("a"), items, options);
+    // A saver that waited for its writer would not come here.
+    const int64_t own = memory_stats()->current(MemoryCategory::kStaging) - before;
+    EXPECT_EQ(memory_stats()->peak(MemoryCategory::kStaging) - before, own);
+    staged += own;
+    EXPECT_LE(writing, 1) << "at its first stage, where it waits";
+    EXPECT_TRUE(saver.is_saving());
+    EXPECT_FALSE(fs::exists(path("a")));
+    returned = true;
+    returned.notify_all();
+    options.at_stage = {};
+    saver.save(path("b"), items, options);  // waits for the one under way
+    EXPECT_TRUE(fs::exists(path("a")));
+    saver.wait();
+  });
+  EXPECT_EQ(staged, kElements * 4) << "each element by one rank";
 }
 
 TEST_F(Checkpoints, ACK5TheErrorOfAnAsynchronousSaveComesWithTheNextCallOnEveryRank) {

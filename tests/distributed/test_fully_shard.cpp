@@ -1,9 +1,14 @@
 // Sharded training: fully_shard() and zero() give the bits of replicas and of one process.
 // ctest labels: threads
 // ctest ranks: 2 4
+#include <chrono>
+#include <random>
+#include <thread>
+
 #include <tessera/core/memory/allocator.h>
 #include <tessera/nn/materialise.h>
 
+#include "distributed/fault_backend.h"
 #include "distributed/sharded_fixture.h"
 #include "message_of.h"
 
@@ -81,8 +86,9 @@ constexpr Way kWays[] = {Way::kReplicate, Way::kZero1,     Way::kZero2,
                          Way::kFully,     Way::kFullyKept, Way::kZero3};
 
 TEST(FullyShard, EveryModeHasTheBitsOfOneProcess) {
+  constexpr int kSteps = 10;
   for (const int size : {1, 2, 3, 4}) {
-    const Trained expected = train_alone(size, {.steps = 3});
+    const Trained expected = train_alone(size, {.steps = kSteps});
     for (const Way way : kWays) {
       SCOPED_TRACE(std::string(name_of(way)) + " on " + std::to_string(size));
       on_ranks(size, [&](int rank) {
@@ -90,14 +96,71 @@ TEST(FullyShard, EveryModeHasTheBitsOfOneProcess) {
         Odd model;
         Mesh mesh(world());
         const auto parallel = shard_in(way, model, mesh);
-        const Trained own = train(model, rank, size, {.steps = 3}, *parallel);
+        const Trained own = train(model, rank, size, {.steps = kSteps}, *parallel);
         EXPECT_EQ(own.values, expected.values);
         EXPECT_EQ(own.gradients, expected.gradients);
-        for (int step = 0; step < 3; ++step) {
+        for (int step = 0; step < kSteps; ++step) {
           EXPECT_EQ(own.losses[static_cast<size_t>(step)],
                     expected.losses[static_cast<size_t>(step * size + rank)]);
         }
       });
+    }
+  }
+}
+
+// However units are made, kept and recomputed, and whichever calls come late.
+TEST(FullyShard, TenStepsOfAnyUnitsHaveTheBitsOfOneProcess) {
+  NEEDS_THREADS;
+  constexpr int kRanks = 4, kSteps = 10;
+  const Trained expected = train_alone(kRanks, {.steps = kSteps});
+  using Lists = std::vector<std::vector<std::string>>;
+  const Lists units[] = {{},
+                         {{"first"}, {"narrow"}, {"second"}, {"third"}},
+                         {{"narrow", "first"}, {"second", "third"}}};
+  const ReshardAfterForward keeps[] = {true, false, 2};
+  for (const Lists& lists : units) {
+    for (const ReshardAfterForward& keep : keeps) {
+      for (const bool recomputes : {false, true}) {
+        SCOPED_TRACE(testing::Message()
+                     << lists.size() << " units beside the root, reshard "
+                     << keep.reshards().value_or(false) << " among "
+                     << keep.ranks().value_or(kRanks) << (recomputes ? ", recomputed" : ""));
+        compared_ranks(kRanks,
+                       [&](int rank) {
+                         std::minstd_rand late(static_cast<unsigned>(rank + 1));
+                         faults().before_start = [&](const Call&) {
+                           std::this_thread::sleep_for(std::chrono::microseconds(late() % 30));
+                           return true;
+                         };
+                         manual_seed(3);
+                         Odd model;
+                         Mesh mesh(world());
+                         const FullyShardOptions unit{.reshard_after_forward = keep};
+                         std::vector<HookHandle> handles;
+                         for (const auto& names : lists) {
+                           std::vector<nn::ModuleBase*> modules;
+                           for (const auto& [name, child] : model.named_children()) {
+                             if (std::ranges::find(names, name) == names.end()) continue;
+                             modules.push_back(child);
+                             if (recomputes) handles.push_back(child->checkpoint_calls());
+                           }
+                           if (names.front() == "narrow") std::ranges::reverse(modules);
+                           fully_shard(modules, mesh, unit);
+                         }
+                         fully_shard(model, mesh, unit);
+                         const ShardedModel parallel = sharded_model(model);
+                         const Trained own =
+                             train(model, rank, kRanks, {.steps = kSteps}, parallel);
+                         EXPECT_EQ(own.values, expected.values);
+                         EXPECT_EQ(own.gradients, expected.gradients);
+                         for (size_t step = 0; step < kSteps; ++step) {
+                           EXPECT_EQ(own.losses[step],
+                                     expected.losses[step * kRanks + static_cast<size_t>(rank)]);
+                         }
+                         faults().before_start = {};
+                       },
+                       {.decorate = with_faults()});
+      }
     }
   }
 }

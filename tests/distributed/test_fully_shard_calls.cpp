@@ -351,6 +351,68 @@ TEST(FullyShardCalls, TheReportIsWhatTheTraceShows) {
   }
 }
 
+// What a rank hands to the transport for other ranks, counted there: (N-1)/N of the model for each
+// gather and each reduction, whichever mode, and nothing twice.
+TEST(FullyShardCalls, BytesThatARankSendsAreThoseOfTheFormula) {
+  NEEDS_THREADS;
+  constexpr int kMicro = 3, kRanks = 4;
+  struct Row {
+    Way way;
+    int gathers, reductions;  // of the whole model in a step
+    int64_t room;             // bytes that each part is rounded up to
+  };
+  const Row rows[] = {{Way::kZero1, 1, 1, 64},
+                      {Way::kZero2, 1, kMicro, 64},
+                      {Way::kFullyKept, kMicro, kMicro, 16},
+                      {Way::kZero3, 2 * kMicro, kMicro, 16}};
+  for (const Row& row : rows) {
+    SCOPED_TRACE(name_of(row.way));
+    compared_ranks(kRanks,
+                   [&](int rank) {
+                     Net model;
+                     std::vector<int64_t> parts;  // bytes of each parameter's
+                     for (const Tensor& parameter : model.parameters()) {
+                       parts.push_back(4 * parameter.numel() / kRanks);
+                     }
+                     Mesh mesh(world());
+                     const auto parallel = shard_in(row.way, model, mesh);
+                     optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+                     int64_t gathered = 0, reduced = 0, other = 0;
+                     for (int step = 0; step < 2; ++step) {
+                       gathered = reduced = other = 0;
+                       faults().before_start = [&](const Call& call) {
+                         if (call.channel == Channel::kControl) return true;
+                         int64_t& sum = call.header.operation == Operation::kAllGather ? gathered
+                                        : call.header.operation == Operation::kReduceScatter
+                                            ? reduced
+                                            : other;
+                         for (int r = 0; r < kRanks; ++r) {
+                           if (r != rank) sum += call.sends[static_cast<size_t>(r)].bytes;
+                         }
+                         return true;
+                       };
+                       for (int k = 0; k < kMicro; ++k) {
+                         StepPlan plan = StepPlan::of(k, kMicro);
+                         plan.sync_gradients = plan.is_last || parallel->reduces_every_backward();
+                         parallel->set_plan(plan);
+                         loss_of(model, k * kRanks + rank).backward();
+                       }
+                       optimizer.step();
+                       optimizer.zero_grad();
+                       faults().before_start = {};
+                     }
+                     int64_t share = 0;
+                     for (const int64_t part : parts) {
+                       share += (kRanks - 1) * ((part + row.room - 1) / row.room * row.room);
+                     }
+                     EXPECT_EQ(gathered, share * row.gathers);
+                     EXPECT_EQ(reduced, share * row.reductions);
+                     EXPECT_LT(other, 100) << "which parameters were used";
+                   },
+                   {.decorate = with_faults()});
+  }
+}
+
 TEST(FullyShardCalls, PrefetchListsReplaceTheNextOne) {
   NEEDS_RANKS(2);
   const auto arrange = [](Layers& model) {
