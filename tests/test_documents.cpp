@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 #include <regex>
 #include <set>
 #include <sstream>
@@ -184,7 +185,113 @@ TEST(Documents, FilesThatTheyNameExist) {
   EXPECT_GT(tests, 0);
 }
 
-// docs/accelerate-scenarios.md: each ID is in a test, as ACC-3, ACC_3 or ACC3.
+// ---- Pages of criteria and scenarios: | ID | what | `test_program`: `Suite.Name`... |
+
+const std::regex kId("\\b([A-Z0-9]{1,3}[A-Z0-9])-([A-Z]?[0-9]+)");
+
+std::vector<std::string> rows_of(const fs::path& page) {
+  std::vector<std::string> rows;
+  std::istringstream lines(read(page));
+  for (std::string line; std::getline(lines, line);) {
+    if (line.rfind("| ", 0) == 0) rows.push_back(line);
+  }
+  return rows;
+}
+std::string first_cell(const std::string& row) { return row.substr(0, row.find('|', 1)); }
+std::string last_cell(const std::string& row) {
+  const size_t begin = row.rfind('|', row.rfind('|') - 1);
+  return row.substr(begin + 1, row.rfind('|') - begin - 1);
+}
+
+bool names_tests(const std::string& cell) {
+  return std::regex_search(cell, std::regex("`[A-Z]\\w*\\.\\w+\\*?`"));
+}
+
+// "Suite.Name" of every test, by program.
+std::map<std::string, std::set<std::string>> tests_of_programs() {
+  std::map<std::string, std::set<std::string>> tests;
+  const std::regex macro("TEST(?:_F|_P)?\\(\\s*(\\w+),\\s*(\\w+)\\)");
+  for (const auto& entry : fs::recursive_directory_iterator(kRoot / "tests")) {
+    const fs::path& file = entry.path();
+    const bool is_source = file.extension() == ".cpp" || file.extension() == ".cu";
+    if (!is_source || file.stem().string().rfind("test_", 0) != 0) continue;
+    const std::string text = read(file);
+    for (std::sregex_iterator at(text.begin(), text.end(), macro), end; at != end; ++at) {
+      tests[file.stem()].insert((*at)[1].str() + "." + (*at)[2].str());
+    }
+  }
+  return tests;
+}
+
+// Whether there is the test, or with a `*` at its end one that begins so.
+bool has_test(const std::set<std::string>& tests, const std::string& name) {
+  if (name.back() != '*') return tests.count(name) == 1;
+  const std::string begin = name.substr(0, name.size() - 1);
+  const auto at = tests.lower_bound(begin);
+  return at != tests.end() && at->rfind(begin, 0) == 0;
+}
+
+// A name stands behind its program; one of a trap may stand alone, without its suite.
+TEST(Documents, TestsThatCriteriaAndScenariosNameExist) {
+  const std::map<std::string, std::set<std::string>> programs = tests_of_programs();
+  std::set<std::string> all, names;
+  for (const auto& [program, tests] : programs) {
+    for (const std::string& test : tests) {
+      all.insert(test), names.insert(test.substr(test.find('.') + 1));
+    }
+  }
+  for (const char* page : {"docs/distributed-criteria.md", "docs/accelerate-scenarios.md"}) {
+    int looked_up = 0;
+    for (const std::string& row : rows_of(kRoot / page)) {
+      const std::string cell = last_cell(row);
+      std::string program;
+      const std::regex code("`([^`]+)`");
+      for (std::sregex_iterator at(cell.begin(), cell.end(), code), end; at != end; ++at) {
+        const std::string name = (*at)[1];
+        if (name.rfind("test_", 0) == 0) {
+          program = name;
+          EXPECT_EQ(programs.count(program), 1u) << page << " names " << program;
+        } else if (name[0] >= 'A' && name[0] <= 'Z') {
+          const bool whole = name.find('.') != std::string::npos;
+          const auto& tests = !whole            ? names
+                              : program.empty() ? all
+                                                : programs.find(program)->second;
+          EXPECT_TRUE(has_test(tests, name))
+              << page << " names " << name << ", which " << program << " has not:\n"
+              << row;
+          ++looked_up;
+        }
+      }
+    }
+    EXPECT_GT(looked_up, 10) << page;
+  }
+}
+
+// docs/distributed-criteria.md: each criterion has one row, with a test or saying what is not built.
+TEST(Documents, EveryCriterionHasItsTests) {
+  std::map<std::string, int> rows;
+  for (const std::string& row : rows_of(kRoot / "docs/distributed-criteria.md")) {
+    const std::string cell = first_cell(row);
+    std::smatch id;
+    if (!std::regex_search(cell, id, kId)) continue;
+    ++rows[id.str()];
+    const std::string tests = last_cell(row);
+    EXPECT_TRUE(names_tests(tests) || tests.find("not built") != std::string::npos) << row;
+  }
+  const std::pair<char, int> criteria[] = {{'D', 14}, {'F', 20}, {'Z', 10}, {'T', 6},
+                                           {'P', 1},  {'C', 1},  {'K', 6},  {'E', 4}};
+  size_t count = 0;
+  for (const auto& [letter, last] : criteria) {
+    for (int i = 1; i <= last; ++i, ++count) {
+      const std::string id = std::string("AC-") + letter + std::to_string(i);
+      EXPECT_EQ(rows[id], 1) << id;
+    }
+  }
+  EXPECT_EQ(rows.size(), count);
+}
+
+// docs/accelerate-scenarios.md: each ID is in a test, as ACC-3, ACC_3 or ACC3, or its row names the
+// tests, or says that it is not built.
 TEST(Documents, ScenariosAreFoundInTestsByTheirIds) {
   std::string tests;
   for (const char* folder : {"tests", "examples"}) {
@@ -194,18 +301,16 @@ TEST(Documents, ScenariosAreFoundInTestsByTheirIds) {
       if (end == ".cpp" || end == ".h" || end == ".txt" || end == ".sh") tests += read(file);
     }
   }
-  std::istringstream lines(read(kRoot / "docs/accelerate-scenarios.md"));
-  const std::regex id("\\b([A-Z]{2,4})-([0-9]+)");
   int ids = 0;
-  for (std::string line; std::getline(lines, line);) {
-    if (line.rfind("| ", 0) != 0) continue;
-    const std::string cell = line.substr(0, line.find('|', 1));
-    for (std::sregex_iterator at(cell.begin(), cell.end(), id), end; at != end; ++at, ++ids) {
+  for (const std::string& row : rows_of(kRoot / "docs/accelerate-scenarios.md")) {
+    const std::string cell = first_cell(row), last = last_cell(row);
+    const bool named = names_tests(last) || last.find("not built") == 1;
+    for (std::sregex_iterator at(cell.begin(), cell.end(), kId), end; at != end; ++at, ++ids) {
       const std::string part = (*at)[1], number = (*at)[2];
       const auto has = [&](const char* between) {
         return tests.find(part + between + number) != std::string::npos;
       };
-      EXPECT_TRUE(has("-") || has("_") || has("")) << at->str() << " is in no test";
+      EXPECT_TRUE(named || has("-") || has("_") || has("")) << at->str() << " is in no test";
     }
   }
   EXPECT_GT(ids, 20);

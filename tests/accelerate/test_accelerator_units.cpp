@@ -68,6 +68,21 @@ TEST(DistributedType, IsTheModeOfSeveralRanks) {
   }
 }
 
+TEST(UnitClasses, FS_1_OneThatTheModelHasNotIsNamed) {
+  for (const Sharding sharding : {Sharding::kFsdp, Sharding::kZero3}) {
+    compared_ranks(2, [&](int) {
+      Words model;
+      Accelerator accelerator(
+          {.sharding = sharding, .fsdp = {.wrap_modules = {{"Blok"}}}, .config_file = ""});
+      const std::string message = message_of<ConfigError>([&] { accelerator.prepare(model); });
+      EXPECT_NE(message.find("fsdp_wrap_modules names the class Blok, of which Words has no "
+                             "module; it has Block, "),
+                std::string::npos)
+          << message;
+    });
+  }
+}
+
 // A part of a unit, a unit by itself, and both at once by one pattern.
 TEST(IgnoredModules, StayWholeAndTheRestTrainsAsEver) {
   struct Case {
