@@ -8,6 +8,7 @@ import warnings
 
 import torch
 
+import counterpart_cases
 import layer_cases
 import llama_cases
 import lora_cases
@@ -32,3 +33,4 @@ if __name__ == "__main__":
     layer_cases.write_all()
     transform_cases.write_all()
     torch_files.write_all()
+    counterpart_cases.write_all()
