@@ -128,6 +128,9 @@ class DeepSpeedReader {
                 " has to hold one JSON object");
     TS_CHECK_AS(FormatError, repeated.empty(), kReader, config_.name, " has the key \"", repeated,
                 "\" twice");
+    // DeepSpeed's first pages say true for stage 1.
+    if (const auto zero = file.find("zero_optimization"); zero != file.end() && zero->is_boolean())
+      *zero = OrderedJson{{"stage", zero->get<bool>() ? 1 : 0}};
     return file;
   }
 

@@ -457,6 +457,197 @@ TEST(DeepSpeedFile, IsOneObjectWithoutRepeatedKeys) {
   EXPECT_THROW(read("{\"aio\": " + std::string(100000, '[') + deep + "}"), FormatError);
 }
 
+// ---- Files that DeepSpeed's and Transformers' documents and examples show, as they are
+
+struct Published {
+  const char *where, *json;
+  std::string settings;      // that it makes
+  std::string refused = {};  // or parts of the message, "a; b"
+};
+const std::vector<Published> kPublished = {
+    {"getting started", R"({
+  "train_batch_size": 8,
+  "gradient_accumulation_steps": 1,
+  "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
+  "fp16": {"enabled": true},
+  "zero_optimization": true
+})",
+     "mixed_precision=fp16 precision_policy=pure scaler_growth_interval=1000 "
+     "scaler_min_scale=1 scaler_hysteresis=2 "
+     "sharding=zero1 zero_stage=1"},
+    {"CIFAR-10 tutorial", R"({
+  "train_batch_size": 4,
+  "steps_per_print": 2000,
+  "optimizer": {"type": "Adam",
+                "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+  "scheduler": {"type": "WarmupLR",
+                "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+  "wall_clock_breakdown": false
+})",
+     ""},
+    {"CIFAR-10 example", R"({
+  "train_batch_size": 4,
+  "steps_per_print": 2000,
+  "optimizer": {"type": "Adam",
+                "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+  "scheduler": {"type": "WarmupLR",
+                "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+  "gradient_clipping": 1.0,
+  "prescale_gradients": false,
+  "fp16": {"enabled": true, "fp16_master_weights_and_grads": true, "loss_scale": 0,
+           "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
+           "initial_scale_power": 15},
+  "wall_clock_breakdown": false,
+  "zero_optimization": {"stage": 2, "allgather_partitions": true, "reduce_scatter": true,
+                        "allgather_bucket_size": 50000000, "reduce_bucket_size": 50000000,
+                        "overlap_comm": true, "contiguous_gradients": true, "cpu_offload": true}
+})",
+     "",
+     "fp16.fp16_master_weights_and_grads: true;zero_optimization.cpu_offload: true;"
+     "offload_optimizer"},
+    {"ZeRO tutorial, stage 1", R"({"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}})",
+     "ddp_bucket_cap_mb=1907.3486328125 sharding=zero1 zero_stage=1"},
+    {"ZeRO tutorial, stage 2", R"({
+    "zero_optimization": {
+        "stage": 2,
+        "contiguous_gradients": true,
+        "overlap_comm": true,
+        "reduce_scatter": true,
+        "reduce_bucket_size": 5e8,
+        "allgather_bucket_size": 5e8
+    }
+})",
+     "ddp_bucket_cap_mb=1907.3486328125 sharding=zero2 zero_stage=2"},
+    {"ZeRO tutorial, stage 3", R"({
+    "zero_optimization": {
+        "stage": 3,
+        "contiguous_gradients": true,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_prefetch_bucket_size": 1e7,
+        "stage3_param_persistence_threshold": 1e5,
+        "reduce_bucket_size": 1e7,
+        "sub_group_size": 1e9,
+        "offload_optimizer": {
+            "device": "cpu"
+         },
+        "offload_param": {
+            "device": "cpu"
+       }
+   }
+})",
+     "ddp_bucket_cap_mb=38.14697265625 sharding=zero3 zero_stage=3 offload_parameters=true "
+     "offload_optimizer=true"},
+    {"ZeRO tutorial, elastic checkpoints",
+     R"({"zero_optimization": {"stage": 3, "elastic_checkpoint": true}})",
+     "sharding=zero3 zero_stage=3"},
+    {"SQuAD example", R"({
+  "train_batch_size": 24,
+  "train_micro_batch_size_per_gpu": 6,
+  "steps_per_print": 10,
+  "optimizer": {"type": "Adam", "params": {"lr": 3e-5, "max_grad_norm": 1.0, "weight_decay": 0.0,
+                                           "bias_correction": false}},
+  "fp16": {"enabled": true}
+})",
+     "mixed_precision=fp16 precision_policy=pure scaler_growth_interval=1000 "
+     "scaler_min_scale=1 scaler_hysteresis=2"},
+    {"BERT example", R"({
+  "train_batch_size": 65536,
+  "train_micro_batch_size_per_gpu": 64,
+  "steps_per_print": 100,
+  "prescale_gradients": false,
+  "optimizer": {"type": "Lamb", "params": {"lr": 11e-3, "weight_decay": 0.01,
+                                           "bias_correction": false, "max_coeff": 0.3,
+                                           "min_coeff": 0.01}},
+  "gradient_clipping": 1.0,
+  "wall_clock_breakdown": false,
+  "fp16": {"enabled": true, "loss_scale": 0},
+  "sparse_attention": {"mode": "fixed", "block": 16, "different_layout_per_head": true,
+                       "num_local_blocks": 4, "num_global_blocks": 1,
+                       "attention": "bidirectional", "horizontal_global_attention": false,
+                       "num_different_global_patterns": 4}
+})",
+     "", "optimizer.type: \"Lamb\";take AdamW;sparse_attention"},
+    {"Megatron example", R"({
+  "train_batch_size":16,
+  "gradient_accumulation_steps": 1,
+  "steps_per_print": 1,
+  "zero_optimization": {
+    "stage":2
+  },
+  "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
+  "gradient_clipping": 1.0,
+  "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2,
+           "min_loss_scale": 1},
+  "activation_checkpointing": {"partition_activations":true,
+                               "contiguous_memory_optimization":false},
+  "wall_clock_breakdown": false
+})",
+     "", "activation_checkpointing.partition_activations: true;fsdp_activation_checkpointing"},
+    {"autotuning example", R"({
+  "train_micro_batch_size_per_gpu": "auto",
+  "zero_optimization": {"stage": 3},
+  "fp16": {"enabled": true}
+})",
+     "mixed_precision=fp16 precision_policy=pure scaler_growth_interval=1000 "
+     "scaler_min_scale=1 scaler_hysteresis=2 sharding=zero3 zero_stage=3"},
+    {"QANet example", R"({
+  "train_batch_size": 512,
+  "train_micro_batch_size_per_gpu": 32,
+  "steps_per_print": 10,
+  "optimizer": {"type": "Adam",
+                "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+  "scheduler": {"type": "OneCycle",
+                "params": {"cycle_min_lr": 0.004, "cycle_max_lr": 0.015,
+                           "cycle_first_step_size": 1000, "cycle_second_step_size": 100,
+                           "cycle_first_stair_count": 100, "cycle_second_stair_count": 100,
+                           "decay_step_size": 1000, "decay_lr_rate": 0.01}}
+})",
+     ""},
+    {"Transformers, ZeRO-3", R"({
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000,
+             "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
+                                              "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto",
+                                                 "warmup_num_steps": "auto"}},
+    "zero_optimization": {"stage": 3,
+                          "offload_optimizer": {"device": "none", "pin_memory": true},
+                          "offload_param": {"device": "none", "pin_memory": true},
+                          "overlap_comm": true, "contiguous_gradients": true,
+                          "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+                          "stage3_prefetch_bucket_size": "auto",
+                          "stage3_param_persistence_threshold": "auto",
+                          "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+                          "stage3_gather_16bit_weights_on_model_save": true},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": false
+})",
+     "gradient_clipping=1 scaler_growth_interval=1000 scaler_min_scale=1 scaler_hysteresis=2 "
+     "sharding=zero3 zero_stage=3"},
+};
+
+TEST(DeepSpeedFile, OfDeepSpeedsOwnPagesIsReadAsItStands) {
+  EXPECT_EQ(changes(resolved(R"({"zero_optimization": false})")), "");
+  for (const Published& one : kPublished) {
+    SCOPED_TRACE(one.where);
+    if (one.refused.empty()) {
+      EXPECT_EQ(changes(resolved(one.json)), one.settings);
+      continue;
+    }
+    const std::string message = message_of<UnsupportedError>([&] { resolved(one.json); });
+    std::istringstream parts(one.refused);
+    for (std::string part; std::getline(parts, part, ';');) {
+      EXPECT_TRUE(mentions(message, part)) << part << "\n" << message;
+    }
+  }
+}
+
 // ---- Batches
 
 TEST(DeepSpeedBatches, FollowFromAnyTwoOfThem) {
