@@ -24,7 +24,8 @@
 // the default, has the largest.
 //
 // Not included: what happens before the first step (a model that is made whole before sharding),
-// loaders, checkpoints, clipping (one all-reduce of 544 bytes a step), workspace of kernels, and
+// loaders, checkpoints, clipping (one all-reduce of 544 bytes a step), workspace of kernels (but for
+// the logits that a loss computes and drops), and
 // the allocator's rounding. Activations are what ops save on a CPU, where fewer ops are fused than
 // on a GPU.
 #pragma once

@@ -20,6 +20,7 @@
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/models/gpt2.h>
+#include <tessera/nn/models/llama.h>
 #include <tessera/nn/norm.h>
 #include <tessera/optim/optimizers.h>
 
@@ -430,6 +431,58 @@ TEST(PlannedModel, HasAsManyParametersAsTheModelsThatAreKnown) {
                       "num_key_value_heads": 2, "vocab_size": 151936,
                       "tie_word_embeddings": true})"),
             494032768);
+}
+
+// A training of a model that a file describes holds what its plan says. The most activations at once come
+// within 2%: a kernel has a workspace besides.
+template <class Model, class Config>
+void expect_model_as_planned(const std::string& config, Sharding mode, Precision precision) {
+  constexpr int kRanks = 2, kBatch = 4, kLength = 32;
+  SCOPED_TRACE(config + " mode " + std::to_string(static_cast<int>(mode)) + " precision " +
+               std::to_string(static_cast<int>(precision)));
+  TestFolder folder;
+  const std::string path = folder.write("config.json", config);
+  const TrainingPlan plan =
+      plan_of(PlannedModel::read(path), settings_with(mode, precision), kRanks, kBatch, kLength);
+  std::vector<Measured> measured(kRanks);
+  distributed::compared_ranks(kRanks, [&](int rank) {
+    manual_seed(4);
+    Model model(Config::read(path));
+    Accelerator accelerator({.mixed_precision = precision, .sharding = mode, .config_file = ""});
+    optim::AdamW optimizer(model.named_parameters(), {.lr = 0.001});
+    accelerator.prepare(model, optimizer);
+    const Tensor tokens = randint(0, 61, {kBatch, kLength});
+    memory_stats()->reset_peak();
+    for (int step = 0; step < 3; ++step) {
+      const distributed::CommTrace::Scope scope(*distributed::rank_context().trace);
+      accelerator.backward(model(tokens, tokens).loss);
+      optimizer.step();
+      measured[static_cast<size_t>(rank)].persistent = bytes_now(false);
+      optimizer.zero_grad();
+      measured[static_cast<size_t>(rank)].records = scope.records();
+    }
+    measured[static_cast<size_t>(rank)].peaks = bytes_now(true);
+  });
+  for (size_t rank = 0; rank < measured.size(); ++rank) {
+    expect_rank_as_planned(plan, rank, measured[rank]);
+    const auto planned = static_cast<double>(plan.ranks[rank].peaks[MemoryCategory::kActivation]);
+    const auto held = static_cast<double>(measured[rank].peaks[MemoryCategory::kActivation]);
+    EXPECT_NEAR(planned, held, 0.02 * held) << "activations of rank " << rank;
+  }
+}
+
+TEST(PlannedModel, HoldsWhatARunHoldsActivationsToo) {
+  const std::string gpt2 = gpt2_config(48, 3, 4, 32, 61);
+  const std::string llama =
+      R"({"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 3, "vocab_size": 61,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100,
+          "max_position_embeddings": 32})";
+  for (const Precision precision : {Precision::kNo, Precision::kBF16}) {
+    for (const Sharding mode : {Sharding::kDdp, Sharding::kZero2, Sharding::kFsdp}) {
+      expect_model_as_planned<nn::models::Gpt, nn::models::GptConfig>(gpt2, mode, precision);
+      expect_model_as_planned<nn::models::Llama, nn::models::LlamaConfig>(llama, mode, precision);
+    }
+  }
 }
 
 TEST(PlannedModel, EveryKindHasAPlanWithAndWithoutABatch) {

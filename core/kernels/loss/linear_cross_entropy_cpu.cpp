@@ -66,12 +66,20 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
   const int64_t N = x.size(0), C = x.size(1), V = weight.size(0);
   const DType sum_dtype = compute_dtype(x.dtype());
   LinearCrossEntropy result;
+  // Equal chunks of at most 2^25 logits; the weight is packed once a chunk, which costs 4% of the
+  // product at 512 rows (bench_gemm head/forward).
+  const int64_t limit = std::max<int64_t>(128, (int64_t{1} << 25) / std::max<int64_t>(V, 1));
+  const int64_t chunks = std::max<int64_t>(1, (N + limit - 1) / limit);
+  const int64_t step = std::max<int64_t>(1, (N + chunks - 1) / chunks);
+  const Shape chunk = {std::min(step, N), V};
   result.loss = raw::empty({}, sum_dtype, x.device());
   if (want_grad_x) result.grad_x = raw::empty({N, C}, x.dtype(), x.device());
-  if (x.is_meta()) {
+  if (x.is_meta()) {  // allocates what the CPU does: a plan's peak is often here
+    const Tensor sums = want_grad_weight ? raw::empty({V, C}, sum_dtype, x.device()) : Tensor();
+    (void)raw::empty(chunk, sum_dtype, x.device());  // logits, gone before the gradient is rounded
     if (want_grad_weight) {
-      const DType dtype = x.dtype() == kF16 ? kF32 : x.dtype();
-      result.grad_weight = raw::empty({V, C}, dtype, x.device());
+      const bool kept = x.dtype() == sum_dtype || x.dtype() == kF16;
+      result.grad_weight = kept ? sums : raw::empty({V, C}, x.dtype(), x.device());
     }
     return result;
   }
@@ -88,12 +96,7 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
                                          : workspace({V, C}, sum_dtype);
   }
 
-  // Equal chunks of at most 2^25 logits; the weight is packed once a chunk, which costs 4% of the
-  // product at 512 rows (bench_gemm head/forward).
-  const int64_t limit = std::max<int64_t>(128, (int64_t{1} << 25) / std::max<int64_t>(V, 1));
-  const int64_t chunks = std::max<int64_t>(1, (N + limit - 1) / limit);
-  const int64_t step = std::max<int64_t>(1, (N + chunks - 1) / chunks);
-  Tensor logits = workspace({std::min(step, N), V}, sum_dtype);
+  Tensor logits = workspace(chunk, sum_dtype);
   const bool want_gradient = want_grad_x || want_grad_weight;
   // Where the gradient is narrower than the logits, its rows begin where theirs do.
   const int64_t gradient_stride = V * size_of(sum_dtype) / size_of(x.dtype());
