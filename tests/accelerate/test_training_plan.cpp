@@ -433,8 +433,8 @@ TEST(PlannedModel, HasAsManyParametersAsTheModelsThatAreKnown) {
             494032768);
 }
 
-// A training of a model that a file describes holds what its plan says. The most activations at once come
-// within 2%: a kernel has a workspace besides.
+// A training of a model that a file describes holds what its plan says. The most activations at
+// once come within 2%: a kernel has a workspace besides.
 template <class Model, class Config>
 void expect_model_as_planned(const std::string& config, Sharding mode, Precision precision) {
   constexpr int kRanks = 2, kBatch = 4, kLength = 32;
