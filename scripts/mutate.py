@@ -3,9 +3,9 @@
 
     scripts/mutate.sh distributed/data_parallel/join.cpp core/io/atomic_file.cpp:60-140 --count 12 --seed 3
 
-For each file a sample of `--count` mistakes is drawn (the same for the same seed). Each is put into a copy of the
-tree (a git worktree in build/mutate, with what is not committed yet), what it affects is built, and the programs of
-the tests that are concerned are run until one fails. Killed: a test failed, crashed or hung. Survived: all passed;
+For each file, or folder, a sample of `--count` mistakes is drawn (the same for the same seed). Each is put into a copy of the
+tree (a git worktree in build/mutate, with what is not committed yet), what it affects is built, and test programs that
+execute the line are run until one fails: --coverage, once, finds out which those are. Killed: a test failed, crashed or hung. Survived: all passed;
 its diff is printed, and a test is missing or the code says more than it means. Did not compile: not counted.
 
 Results are kept in build/mutate: a run that was interrupted goes on where it was, a killed mistake is not tried again
@@ -17,6 +17,7 @@ import argparse
 import collections
 import difflib
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ import pathlib
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -33,58 +35,49 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HOME = ROOT / "build" / "mutate"
 TREE = HOME / "tree"
+COVERAGE = HOME / "coverage"
 EQUIVALENT = ROOT / "scripts" / "mutate_equivalent.txt"
 
-# Without files: what a user loses most by, and where the library's own promises are. The programs are those that
-# speak of the file; a file that is not listed gets those nearest to it by includes.
-DEFAULTS = {
-    "core/io/atomic_file.cpp": ["test_durability", "test_files"],
-    "core/state/safetensors.cpp": ["test_safetensors"],
-    "distributed/checkpoint/commit.cpp": ["test_durability", "test_checkpoint"],
-    "distributed/checkpoint/manifest.cpp": ["test_checkpoint"],
-    "distributed/checkpoint/reader.cpp": ["test_checkpoint"],
-    "distributed/backward/backward_pass.cpp": ["test_replicate", "test_replicate_extras", "test_replicate_order",
-                                            "test_accelerator_accumulate",
-                                            "test_accelerator_sync"],
-    "distributed/backward/pass_agreement.cpp": ["test_replicate", "test_replicate_extras"],
-    "distributed/data_parallel/bucket_schedule.cpp": ["test_replicate", "test_replicate_extras", "test_replicate_order"],
-    "distributed/backward/gradient_bucket.cpp": ["test_replicate", "test_replicate_extras"],
-    "distributed/data_parallel/join.cpp": ["test_replicate_extras", "test_accelerator_uneven"],
-    "autograd/engine.cpp": ["test_autograd", "test_training", "test_replicate", "test_precision_autocast"],
-    "optim/optimizer.cpp": ["test_optim", "test_round_trips", "test_precision_training", "test_cuda_graphed_step"],
-    "optim/ema.cpp": ["test_optim", "test_round_trips"],
-    "optim/schedule.cpp": ["test_schedule", "test_golden_optim", "test_accelerator_schedules"],
-    "optim/rule_optimizer.cpp": ["test_optim", "test_golden_optim", "test_multi_tensor"],
-    "nn/fused.cpp": ["test_layers", "test_bert"],
-    "autograd/node.cpp": ["test_autograd", "test_stale_versions", "test_view_programs"],
-    "autograd/differentiable.cpp": ["test_ops", "test_autograd", "test_views"],
-    "autograd/ops/index.cpp": ["test_index", "test_ops", "test_cuda_ops"],
-    "autograd/weight_cache.cpp": ["test_weight_cache", "test_optim", "test_cuda_graphed_step"],
-    "core/kernels/optim/multi_tensor_cpu.cpp": ["test_multi_tensor", "test_optim", "test_golden_optim"],
-    "core/kernels/gemm/gemm_simd.cpp": ["test_gemm_split", "test_gemm"],
-    "core/factory/host_values.cpp": ["test_core", "test_conv", "test_attention"],
-    "precision/grad_scaler.cpp": ["test_precision", "test_round_trips", "test_accelerator_precision",
-                                 "test_cuda_graphed_step"],
-    "nn/module.cpp": ["test_module", "test_state_dict"],
-    "data/dataloader.cpp": ["test_dataloader", "test_streams", "test_distributed_data", "test_facade_loaders"],
-    "data/sampler.cpp": ["test_samplers", "test_distributed_data", "test_facade_loaders"],
-    "accelerate/accelerator.cpp": ["test_accelerator", "test_accelerator_settings", "test_accelerator_sync",
-                                    "test_accelerator_accumulate", "test_accelerator_uneven",
-                                    "test_accelerator_resume", "test_tracking"],
-    "accelerate/accelerator_prepare.cpp": ["test_accelerator", "test_accelerator_precision", "test_accelerator_sync",
-                                           "test_accelerator_accumulate", "test_accelerate_scripts"],
-    "accelerate/loaders/loader_plan.cpp": ["test_facade_loaders", "test_accelerator_sync",
-                                           "test_accelerate_scripts", "test_facade_metrics"],
-    "accelerate/launch/protocol.cpp": ["test_launch", "test_launcher"],
-    "accelerate/cli/launch.cpp": ["test_launch", "test_launcher"],
-    "distributed/transport/group.cpp": ["test_collectives", "test_collective_mistakes", "test_store"],
-    "distributed/transport/watchdog.cpp": ["test_store", "test_failures", "test_collective_failures"],
-    "accelerate/accelerator_step.cpp": ["test_accelerator_sync", "test_accelerator_accumulate", "test_accelerator_uneven",
-                                        "test_accelerator_precision", "test_accelerator_schedules",
-                                        "test_accelerator"],
-    "accelerate/state/state_io.cpp": ["test_checkpoint_state", "test_accelerator_resume", "test_accelerator"],
-    "accelerate/tracking/memory_tracker.cpp": ["test_tracking"],
-}
+# Without files: what a user loses most by, and where the library's own promises are.
+DEFAULTS = [
+    "core/io/atomic_file.cpp",
+    "core/state/safetensors.cpp",
+    "distributed/checkpoint/commit.cpp",
+    "distributed/checkpoint/manifest.cpp",
+    "distributed/checkpoint/reader.cpp",
+    "distributed/backward/backward_pass.cpp",
+    "distributed/backward/pass_agreement.cpp",
+    "distributed/data_parallel/bucket_schedule.cpp",
+    "distributed/backward/gradient_bucket.cpp",
+    "distributed/data_parallel/join.cpp",
+    "autograd/engine.cpp",
+    "optim/optimizer.cpp",
+    "optim/ema.cpp",
+    "optim/schedule.cpp",
+    "optim/rule_optimizer.cpp",
+    "nn/fused.cpp",
+    "autograd/node.cpp",
+    "autograd/differentiable.cpp",
+    "autograd/ops/index.cpp",
+    "autograd/weight_cache.cpp",
+    "core/kernels/optim/multi_tensor_cpu.cpp",
+    "core/kernels/gemm/gemm_simd.cpp",
+    "core/factory/host_values.cpp",
+    "precision/grad_scaler.cpp",
+    "nn/module.cpp",
+    "data/dataloader.cpp",
+    "data/sampler.cpp",
+    "accelerate/accelerator.cpp",
+    "accelerate/accelerator_prepare.cpp",
+    "accelerate/loaders/loader_plan.cpp",
+    "accelerate/launch/protocol.cpp",
+    "accelerate/cli/launch.cpp",
+    "distributed/transport/group.cpp",
+    "distributed/transport/watchdog.cpp",
+    "accelerate/accelerator_step.cpp",
+    "accelerate/state/state_io.cpp",
+    "accelerate/tracking/memory_tracker.cpp",
+]
 
 Mutant = collections.namedtuple("Mutant", "file begin end text operator line")
 
@@ -308,7 +301,7 @@ def sample(mutants, count, seed):
                 chosen.append(by_operator[name].pop())
             if not by_operator[name]:
                 del by_operator[name]
-    return sorted(chosen, key=lambda m: m.begin)
+    return sorted(chosen, key=lambda m: (m.file, m.begin))
 
 
 def changed_text(text, mutant):
@@ -333,43 +326,100 @@ def lines_of(text, mutant):
 # ---- Tests --------------------------------------------------------------------------------------------------------
 
 
-def includes_of(path, cache):
-    if path not in cache:
-        found = re.findall(r'^#include (?:<tessera/([^>]+)>|"([^"]+)")', (ROOT / path).read_text(errors="replace"),
-                           re.MULTILINE)
-        cache[path] = [name for own, local in found
-                       for name in ([own] if own else [str(pathlib.Path(path).parent / local), local])
-                       if (ROOT / name).is_file()]
-    return cache[path]
+# Which programs execute a line: functions that each program entered (mutate_coverage.cpp), and the functions whose code
+# has the line (the compiler's line numbers of that file alone).
 
 
-def tests_of(file, most):
-    """Test programs by the length of the shortest way of includes to a header of `file`: its own, or, where no test
-    comes to that, the first of its folder that it includes."""
-    cache = {}
-    folder = str(pathlib.Path(file).parent)
-    headers = [str(pathlib.Path(file).with_suffix(".h"))]
-    headers += [name for name in includes_of(file, cache) if name.startswith(folder)]
-    for header in headers:
-        ranked = []
-        for test in sorted([*(ROOT / "tests").glob("test_*.cpp"), *(ROOT / "tests").glob("*/test_*.cpp")]):
-            start = str(test.relative_to(ROOT))
-            # What tests share is part of each of them.
-            layer, seen = collections.deque([(0, start)]), {start: 0}
-            while layer and header not in seen:
-                distance, path = layer.popleft()
-                for name in includes_of(path, cache):
-                    if name not in seen:
-                        own = name.startswith("tests/")
-                        seen[name] = distance + (0 if own else 1)
-                        (layer.appendleft if own else layer.append)((seen[name], name))
-            if header in seen:
-                near = sum(distance == 1 and str(pathlib.Path(name).parent) == folder
-                           for name, distance in seen.items())
-                ranked.append((seen[header], -near, test.stem))
-        if ranked:
-            return [name for _, _, name in sorted(ranked)[:most]]
-    return []
+def functions_of_lines(build, file):
+    """{line: functions}, the mangled names of those that the compiler made of it."""
+    found = collections.defaultdict(set)
+    source = str((TREE / file).with_suffix(".cpp") if file.endswith(".h") else TREE / file)
+    for entry in json.loads((build.folder / "compile_commands.json").read_text()):
+        command = shlex.split(entry["command"])
+        target = command.index("-o") + 1 if "-o" in command else 0
+        if entry["file"] != source or command[target].startswith("tests/") or "tests/CMakeFiles" in command[target]:
+            continue
+        command[target] = "-"
+        command = [*build.launcher, *("-S" if word == "-c" else word for word in command), "-g1"]
+        done = subprocess.run(command, cwd=entry["directory"], capture_output=True, text=True, check=True)
+        kinds, own, current = set(), set(), ""
+        for line in done.stdout.splitlines():
+            if match := re.match(r'\t\.file (\d+) (?:"[^"]*" )?"([^"]+)"', line):
+                if match.group(2).endswith(file):
+                    own.add(match.group(1))
+            elif match := re.match(r"\t\.type\t(\S+), @function", line):
+                kinds.add(match.group(1))
+            elif match := re.match(r"(\w[\w.$]*):$", line):
+                current = match.group(1) if match.group(1) in kinds else current
+            elif (match := re.match(r"\t\.loc (\d+) (\d+)", line)) and match.group(1) in own:
+                found[int(match.group(2))].add(current.split(".")[0])
+    return found
+
+
+def symbols_of(path):
+    """Names by the index in .symtab, and by their value."""
+    done = subprocess.run(["readelf", "--symbols", "--wide", path], capture_output=True, text=True, check=True)
+    names, at = {}, collections.defaultdict(list)
+    for line in done.stdout.partition("'.symtab'")[2].splitlines():
+        words = line.split()
+        if len(words) > 7 and words[3] == "FUNC":
+            names[int(words[0][:-1])] = words[1]
+            at[words[1]].append(words[7].split(".")[0])
+    return {index: at[value] for index, value in names.items()}
+
+
+def gather_coverage(build, options):
+    """Runs each program once and keeps which functions it entered; those again that were built since."""
+    COVERAGE.mkdir(parents=True, exist_ok=True)
+    programs = options.tests.split(",") if options.tests else build.programs()
+    build.make(["-k", "0", *programs])
+    shared = COVERAGE / "coverage.so"
+    subprocess.run(["g++", "-std=c++20", "-O1", "-shared", "-fPIC", str(ROOT / "scripts" / "mutate_coverage.cpp"), "-o",
+                    str(shared)], check=True)
+    names, missing = {}, []
+    objects = {path.name: path for path in build.folder.rglob("*") if path.is_file() and os.access(path, os.X_OK)
+               and (path.suffix == ".so" or path.name in programs)}
+    for program in programs:
+        kept = COVERAGE / f"{program}.json.gz"
+        if program not in objects:
+            missing.append(program)
+            continue
+        if kept.exists() and kept.stat().st_mtime > objects[program].stat().st_mtime:
+            continue
+        out = COVERAGE / "entered"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        began = time.monotonic()
+        code, _ = build.test(program, 300, LD_PRELOAD=str(shared), COVERAGE_ROOT=str(build.folder), COVERAGE_OUT=str(out))
+        seconds = time.monotonic() - began
+        entered = set()
+        for flags in out.iterdir():
+            if flags.name in objects:
+                if flags.name not in names or flags.name == program:
+                    names[flags.name] = symbols_of(objects[flags.name])
+                entered.update(name for index, flag in enumerate(flags.read_bytes()) if flag
+                               for name in names[flags.name].get(index, []) if "7tessera" in name)
+        print(f"{program}: {len(entered)} functions in {seconds:.1f} s" + ("" if code == 0 else f", exit code {code}"),
+              flush=True)
+        with gzip.open(kept, "wt") as file:
+            json.dump(sorted(entered), file)
+    if missing:
+        print(f"without a program: {', '.join(missing)}")
+
+
+def read_coverage():
+    """{program: functions that it entered}"""
+    kept = {path.name.split(".")[0]: path for path in COVERAGE.glob("*.json.gz")}
+    if not kept:
+        sys.exit("mutate: no map of what the tests execute; make it: scripts/mutate.sh --coverage")
+    return {program: set(json.loads(gzip.open(path, "rt").read())) for program, path in sorted(kept.items())}
+
+
+def programs_of(coverage, functions, file_functions, most):
+    """Those that enter one of `functions`, first those of which most is about the file."""
+    ranked = [(-len(file_functions & entered) / len(entered), program) for program, entered in coverage.items()
+              if functions & entered]
+    return [program for _, program in sorted(ranked)[:most]]
 
 
 # These map more than they touch: race tracking of the emulated GPU, a model of 80 billion parameters.
@@ -437,8 +487,10 @@ class Build:
                    "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_LINK_DEPENDS_NO_SHARED=ON"]
         if options.preset == "dev":
             command.append("-DCMAKE_CXX_FLAGS_DEBUG=-Og")
-        if shutil.which("ccache"):
-            command.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+        self.launcher = os.environ.get("CMAKE_CXX_COMPILER_LAUNCHER", shutil.which("ccache") or "").split(";")
+        if self.launcher == [""]:
+            self.launcher = []
+        command.append("-DCMAKE_CXX_COMPILER_LAUNCHER=" + ";".join(self.launcher))
         done = subprocess.run(command, cwd=TREE, capture_output=True, text=True)
         if done.returncode != 0:
             sys.exit("mutate: cmake failed:\n" + done.stdout + done.stderr)
@@ -446,11 +498,16 @@ class Build:
     def make(self, programs):
         return run(["ninja", "-C", str(self.folder), "-j", self.jobs, *programs], 3600)
 
-    def test(self, program, seconds):
-        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    def programs(self):
+        done = subprocess.run(["ninja", "-C", str(self.folder), "-t", "targets", "all"], capture_output=True, text=True,
+                              check=True)
+        return sorted(set(re.findall(r"^tests/(?:cuda/)?(test_\w+): CXX_EXECUTABLE", done.stdout, re.MULTILINE)))
+
+    def test(self, program, seconds, **variables):
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ, **variables}
         path = next(folder / program for folder in (self.folder / "tests", self.folder / "tests" / "cuda")
                     if (folder / program).exists())
-        command = [str(path), "--gtest_fail_fast", "--gtest_brief=1"]
+        command = [str(path), "--gtest_brief=1", *([] if variables else ["--gtest_fail_fast"])]
         return run(command, seconds, env=environment, preexec_fn=lambda: limits(program),
                    cwd=self.folder)
 
@@ -507,6 +564,8 @@ def equivalents():
 
 
 def judge(build, mutant, programs, baseline):
+    if not programs:
+        return "survived", "no test executes it"
     source = TREE / mutant.file
     text = source.read_text()
     try:
@@ -538,11 +597,13 @@ def score_of(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="FILE[:FIRST-LAST]",
-                        help="from the root; none: " + ", ".join(DEFAULTS))
+                        help="from the root, or a folder, which is sampled as one; none: " + ", ".join(DEFAULTS))
     parser.add_argument("--count", type=int, default=10, help="mistakes a file (10); 0: all")
     parser.add_argument("--seed", default="1", help="of the sample (1)")
     parser.add_argument("--tests", help="programs to run, with commas between, in place of those found")
-    parser.add_argument("--programs", type=int, default=3, help="at most so many test programs a file (3)")
+    parser.add_argument("--programs", type=int, default=8, help="at most so many test programs a mistake (8)")
+    parser.add_argument("--coverage", action="store_true",
+                        help="build the test programs (or --tests), keep which functions each enters, and end")
     parser.add_argument("--preset", default="dev", help="of the build (dev); tsan sees removed locks")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="of the build")
     parser.add_argument("--minutes", type=float, default=0, help="stop after so long; the next run goes on")
@@ -560,14 +621,24 @@ def main():
     if options.clean:
         remove_tree()
         return 0
+    if options.coverage:
+        prepare_tree()
+        gather_coverage(Build(options), options)
+        return 0
 
     ignored = equivalents()
     chosen = []
     for given in options.files or DEFAULTS:
         file, _, lines = given.partition(":")
         path = ROOT / file
+        if path.is_dir():
+            files = [str(source.relative_to(ROOT)) for source in sorted(path.rglob("*.cpp"))]
+            mutants = [m for name in files for m in mutants_of(name, (ROOT / name).read_text())]
+            drawn = sample(mutants, options.count, f"{options.seed} {file}") if options.count else mutants
+            chosen += [(name, of) for name in files if (of := [m for m in drawn if m.file == name])]
+            continue
         if not path.is_file():
-            sys.exit(f"mutate: there is no file '{file}'; give paths from {ROOT}")
+            sys.exit(f"mutate: there is no file or folder '{file}'; give paths from {ROOT}")
         mutants = mutants_of(file, path.read_text())
         if lines:
             first, _, last = lines.partition("-")
@@ -588,18 +659,22 @@ def main():
     prepare_tree()
     build = Build(options)
     known, all_results, survivors, baseline = Results(), [], [], {}
+    coverage = {} if options.tests else read_coverage()
     stopped = False
     for file, mutants in chosen:
         text = (TREE / file).read_text()
-        programs = (options.tests.split(",") if options.tests else DEFAULTS.get(file)) or tests_of(file, options.programs)
-        if not programs:
-            print(f"{file}: no test includes it; name some with --tests")
-            continue
-        sources = [path for program in programs for path in (TREE / "tests").rglob(f"{program}.c*")]
-        state = fingerprint([*sources, *(TREE / "tests").rglob("*.h")]) + " " + ",".join(programs)
+        at = {} if options.tests else functions_of_lines(build, file)
+        of_file = set().union(*at.values())
         version = fingerprint([TREE / file])
-        results = []
+        results, asked = [], set()
         for mutant in mutants:
+            last = text.count("\n", 0, mutant.end) + 1
+            functions = set().union(*(at.get(line, set()) for line in range(mutant.line, last + 1)))
+            programs = (options.tests.split(",") if options.tests
+                        else programs_of(coverage, functions or of_file, of_file, options.programs))
+            asked.update(programs)
+            sources = [path for program in programs for path in (TREE / "tests").rglob(f"{program}.c*")]
+            state = fingerprint([*sources, *(TREE / "tests").rglob("*.h")]) + " " + ",".join(programs)
             key = f"{options.preset} {file} {version} {mutant.begin} {mutant.end} {mutant.text}"
             one = known.find(key, state)
             if (file, *lines_of(text, mutant)) in ignored:
@@ -609,16 +684,18 @@ def main():
                 if options.minutes and time.monotonic() - began > 60 * options.minutes:
                     stopped = True
                     break
-                if any(program not in baseline for program in programs):
-                    code, output = build.make(programs)
+                fresh = [program for program in programs if program not in baseline]
+                if fresh:
+                    code, output = build.make(fresh)
                     if code != 0:
                         sys.exit("mutate: the tree does not build:\n" + output[-4000:])
-                    for program in programs:
-                        start = time.monotonic()
-                        code, output = build.test(program, 900)
-                        if code != 0:
-                            sys.exit(f"mutate: {program} fails without any mistake:\n" + output[-4000:])
-                        baseline[program] = time.monotonic() - start
+                for program in fresh:
+                    start = time.monotonic()
+                    code, output = build.test(program, 900)
+                    baseline[program] = time.monotonic() - start if code == 0 else None
+                    if code != 0:
+                        print(f"{program} fails without any mistake, so nobody asks it:\n" + output[-2000:])
+                programs = [program for program in programs if baseline[program] is not None]
                 result, how = judge(build, mutant, programs, baseline)
                 one = {"key": key, "result": result, "how": how, "tests": state, "file": file, "line": mutant.line}
                 known.add(one)
@@ -626,7 +703,7 @@ def main():
             results.append(one["result"])
             if one["result"] == "survived":
                 survivors.append((text, mutant))
-        print(f"{file}: {score_of(results)}, by {', '.join(programs)}", flush=True)
+        print(f"{file}: {score_of(results)}, by {', '.join(sorted(asked)) or 'no program'}", flush=True)
         all_results += results
         if stopped:
             break
