@@ -45,6 +45,18 @@ TEST(Gpt2Generation, RanksMakeTextsOfTheirOwnLengthTogether) {
   }
 }
 
+TEST(Gpt2Generation, ATextEndsWhereTheCallerSaysSo) {
+  manual_seed(4);
+  Gpt model(kLetters);
+  std::vector<int64_t> seen;
+  const auto made = generate(model, prompt_of(1), wanted(1), [&](int64_t token) {
+    seen.push_back(token);
+    return seen.size() < 3;
+  });
+  EXPECT_EQ(made.size(), 3U);
+  EXPECT_EQ(seen, made);
+}
+
 // A folder that rank 0 alone sees, tied weights, and blocks that are calculated again.
 TEST(Gpt2Generation, APretrainedModelOfRankZeroIsTrainedWithCheckpointsInEveryMode) {
   const std::string folder = testing::TempDir() + "gpt2_of_rank_zero";

@@ -407,5 +407,18 @@ TEST(Llama, ATextEndsAtAnyOfItsEnds) {
   EXPECT_THROW(generate(model, {}, {}), ValueError);
 }
 
+TEST(Llama, ATextEndsWhereTheCallerSaysSo) {
+  const auto model = model_of("llama");
+  const auto prompt = golden().load("prompt").to_vector<int64_t>();
+  std::vector<int64_t> seen;
+  const auto made =
+      generate(*model, prompt, {.max_tokens = 8, .temperature = 0}, [&](int64_t token) {
+        seen.push_back(token);
+        return seen.size() < 3;
+      });
+  EXPECT_EQ(made.size(), 3U);
+  EXPECT_EQ(seen, made);
+}
+
 }  // namespace
 }  // namespace tessera::nn::models::test_llama

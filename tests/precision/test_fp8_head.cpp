@@ -277,6 +277,20 @@ TEST(Fp8Head, AHookOnTheHeadIsCalledWithItsLogits) {
   EXPECT_EQ(applied.fp8()->report().layers[0].fp8_calls, 2);
 }
 
+TEST(Fp8Head, LossesOfRowsAddUpToTheirSum) {
+  manual_seed(33);
+  Head head(taking_all(Fp8Scaling::kTensorwise));
+  const Tensor x = random({kRows, kWidth}), target = targets_of(kRows, kClasses);
+  const auto loss = [&](Reduction reduction) {
+    return nn::linear_cross_entropy(head.head, x, target, -100, reduction);
+  };
+  const Tensor rows = loss(Reduction::kNone);
+  EXPECT_EQ(rows.shape(), Shape({kRows}));
+  EXPECT_EQ(head.report().fp8_calls, 1);
+  const double sum = loss(Reduction::kSum).item();
+  EXPECT_NEAR(rows.sum().item(), sum, epsilon_of(kBF16) * sum);
+}
+
 TEST(Fp8Head, EvaluationKeepsNothing) {
   Head head(taking_all(Fp8Scaling::kTensorwise));
   const Tensor x = random({kRows, kWidth});

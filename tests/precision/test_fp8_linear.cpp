@@ -778,6 +778,23 @@ TEST(DelayedScales, StateContinuesATraining) {
   EXPECT_EQ(other.scales(), one.scales());
 }
 
+TEST(DelayedScales, StateHasEveryLayer) {
+  const Policy policy = Policy::fp8(recipe_of(Fp8Scaling::kDelayed));
+  Mlp one, other;
+  const AppliedPolicy applied = apply(one, policy), again = apply(other, policy);
+  const Tensor x = random({32, 32}, kBF16);
+  one(x).square().sum().backward();
+  applied.fp8()->update();
+  const StateDict state = applied.fp8()->state_dict();
+  again.fp8()->load_state_dict(state);
+  const StateDict loaded = again.fp8()->state_dict();
+  for (const char* name : {"fc.scale", "fc.history", "proj.scale", "proj.history"}) {
+    ASSERT_TRUE(state.contains(name)) << name;
+    EXPECT_EQ(loaded.at(name).to_vector(), state.at(name).to_vector()) << name;
+  }
+  EXPECT_NE(state.at("fc.scale").to_vector(), state.at("proj.scale").to_vector());
+}
+
 TEST(DelayedScales, AForgottenUpdateIsAnError) {
   Delayed model;
   optim::SGD optimizer(model.layer.named_parameters(), {.lr = 0.1});
