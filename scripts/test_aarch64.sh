@@ -34,7 +34,7 @@ objects() {
     echo "aarch64: $file"
     aarch64-linux-gnu-g++ "${flags[@]}" -c "$file" -o "$folder/object.o"
   done
-  for file in core/kernels/gemm/gemm_row_simd.cpp core/kernels/recurrent/recurrent_simd.cpp core/kernels/reduce/reduce_simd.cpp; do
+  for file in core/kernels/gemm/gemm_rows_simd.cpp core/kernels/recurrent/recurrent_simd.cpp core/kernels/reduce/reduce_simd.cpp; do
     echo "aarch64: $file"
     aarch64-linux-gnu-g++ "${flags[@]}" -DTS_SIMD=neon -c "$file" -o "$folder/object.o"
   done

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <random>
+#include <tuple>
 #include <vector>
 
 #include <tessera/core/dispatch.h>
@@ -184,7 +185,67 @@ TEST(Gemm, OneRowOrColumnMatchesF64InAllLayouts) {
   expect_rows_and_columns<bf16, float>();
 }
 
-// Tiles of wide operands with a long K are gathered before they are multiplied.
+// Few rows share the reading of a matrix: groups of rows, four columns at a time and what is left
+// over, stretches of K, in both layouts of the matrix.
+template <class T, class R>
+void expect_few_rows() {
+  for (Layout b : kLayouts) {
+    for (const auto& [m, n, k] : {std::tuple{2, 35, 100},
+                                  {3, 34, 1031},
+                                  {5, 33, 64},
+                                  {6, 70, 45},
+                                  {7, 67, 517},
+                                  {13, 97, 130},
+                                  {16, 36, 1024},
+                                  {64, 66, 513}}) {
+      expect_product<T, R>(m, n, k, Layout::kRowMajor, b,
+                           {.alpha = 0.5, .beta = 1, .bias = GemmBias::kColumn});
+      expect_product<T, R>(m, n, k, Layout::kGaps, b, {.bias = GemmBias::kRow});
+    }
+  }
+}
+TEST(Gemm, FewRowsMatchF64InAllLayouts) {
+  expect_few_rows<float, float>();
+  expect_few_rows<double, double>();
+  expect_few_rows<f16, f16>();
+  expect_few_rows<bf16, bf16>();
+  expect_few_rows<bf16, float>();
+}
+
+// A token's results are those of its place among few (16 on every instruction set).
+template <class T>
+void expect_same_bits_alone(Layout layout_b) {
+  constexpr int64_t n = 75, k = 1021;
+  const Matrix<T> a(16, k, Layout::kRowMajor, 1), b(k, n, layout_b, 2);
+  const auto rows_from = [&](int64_t first, int64_t rows) {
+    std::vector<T> c(static_cast<size_t>(rows * n));
+    gemm({.m = rows,
+          .n = n,
+          .k = k,
+          .dtype = dtype_of<T>,
+          .result_dtype = dtype_of<T>,
+          .a = {a.data.data() + first * k, k, 1},
+          .b = b.operand(),
+          .c = c.data(),
+          .c_row_stride = n});
+    return c;
+  };
+  const std::vector<T> all = rows_from(0, 16);
+  for (const auto& [first, rows] : {std::pair{0, 1}, {7, 1}, {3, 2}, {5, 9}, {1, 15}}) {
+    const std::vector<T> alone = rows_from(first, rows);
+    EXPECT_EQ(std::memcmp(alone.data(), all.data() + first * n, alone.size() * sizeof(T)), 0)
+        << name_of(dtype_of<T>) << " rows " << first << " to " << first + rows;
+  }
+}
+TEST(Gemm, RowsHaveTheSameBitsAloneAndAmongFew) {
+  for (Layout layout : {Layout::kRowMajor, Layout::kColumnMajor}) {
+    expect_same_bits_alone<float>(layout);
+    expect_same_bits_alone<double>(layout);
+    expect_same_bits_alone<f16>(layout);
+    expect_same_bits_alone<bf16>(layout);
+  }
+}
+
 // A small C and a long K, which is cut into parts.
 TEST(Gemm, Bf16PartsOfALongKAreAdded) {
   expect_product<bf16, bf16>(128, 130, 16387, Layout::kRowMajor, Layout::kGaps,
@@ -296,6 +357,8 @@ TEST(Gemm, BitsDoNotDependOnTheThreadCount) {
     expect_same_bits_for_any_thread_count<T>(1, 1333, 515, kRows, kColumns);  // a token's product
     expect_same_bits_for_any_thread_count<T>(1, 1333, 515, kRows, kRows);
     expect_same_bits_for_any_thread_count<T>(1333, 1, 515, kRows, kRows);
+    expect_same_bits_for_any_thread_count<T>(5, 1333, 515, kRows, kColumns);
+    expect_same_bits_for_any_thread_count<T>(13, 1333, 515, kRows, kRows);
   };
   expect(float());
   expect(double());

@@ -4,7 +4,8 @@
 // floating dtype multiplies in f32 (f64 in f64) and rounds once, at the end; integers wrap.
 //
 // Four engines, chosen by dtype, shape and strides alone:
-//   one row     or one column of C: the matrix is read once, where it lies, at memory's speed
+//   few rows    of C (at most 64, with a short K fewer), or one column: the matrix is read once,
+//               where it lies, at memory's speed (gemm_rows.h); bf16 in pairs with AVX-512 BF16
 //   f32         where the processor has AMX, its tiles with operands in three bf16 parts, which
 //               keeps the precision of f32 products (gemm_split.h; stretches of K with numbers so
 //               small or large that parts of products leave f32's range go through registers);

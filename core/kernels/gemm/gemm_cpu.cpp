@@ -330,69 +330,99 @@ void gemm_by_depth(const Gemm& p) {
   });
 }
 
-// One row of C, or one column, whose problem is transposed to one: C = a B.
-struct RowProblem {
-  int64_t n;
+// Few rows of C, or one column, whose problem is transposed to one row: C = a B.
+struct RowsProblem {
+  int64_t m, n;
   GemmOperand a, b;
   const int64_t *a_offsets, *b_offsets;
-  int64_t c_stride;  // from element to element
+  int64_t c_column_stride;
   bool transposed;
 
-  explicit RowProblem(const Gemm& p)
-      : n(p.m == 1 ? p.n : p.m),
-        a(p.m == 1 ? p.a : GemmOperand{p.b.data, p.b.column_stride, p.b.row_stride}),
-        b(p.m == 1 ? p.b : GemmOperand{p.a.data, p.a.column_stride, p.a.row_stride}),
-        a_offsets(p.m == 1 ? p.a_offsets : p.b_offsets),
-        b_offsets(p.m == 1 ? p.b_offsets : p.a_offsets),
-        c_stride(p.m == 1 ? 1 : p.c_row_stride),
-        transposed(p.m != 1) {}
+  explicit RowsProblem(const Gemm& p) : transposed(p.n == 1 && p.m > 1) {
+    m = transposed ? 1 : p.m;
+    n = transposed ? p.m : p.n;
+    a = transposed ? GemmOperand{p.b.data, p.b.column_stride, p.b.row_stride} : p.a;
+    b = transposed ? GemmOperand{p.a.data, p.a.column_stride, p.a.row_stride} : p.b;
+    a_offsets = transposed ? p.b_offsets : p.a_offsets;
+    b_offsets = transposed ? p.a_offsets : p.b_offsets;
+    c_column_stride = transposed ? p.c_row_stride : 1;
+  }
 
-  // Few columns of a matrix that lies in rows would leave registers empty.
-  bool can_run() const { return b.row_stride == 1 || (b.column_stride == 1 && n >= 32); }
+  // Up to the number of rows from which tiles of C are as fast: with a short K dot products are
+  // mostly the adding of lanes, and few columns of a matrix in rows would leave registers empty. (64
+  // rows of 384: 7% slower than tiles with weights in L2, 15% faster in L3; Zen 5, f32.)
+  bool are_few(const Gemm& p) const {
+    constexpr int64_t kMost = 64, kMostBesideAmx = 16;
+    const bool in_amx = cpu_isa() == Isa::kAmx && p.dtype != kF64;
+    const int64_t most = !in_amx ? kMost : p.dtype == kBF16 ? kMostBesideAmx : kLeastSplit - 1;
+    if (m > most) return false;
+    return b.row_stride == 1 ? m == 1 || m <= p.k / 6 : b.column_stride == 1 && n >= 32;
+  }
 };
 
-template <class Sum>
-void gemm_row_by_row(const Gemm& p, const RowProblem& row) {
-  constexpr int64_t kColumns = 2048;  // sums at a time: on the stack and in L1
-  constexpr int64_t kLeastWork = 32768;
-  const bool wide = p.dtype == dtype_of<Sum> && row.a.column_stride == 1;
-  // The row in the sums' type, once for all threads.
-  Scratch scratch(1, wide ? 0 : p.batch * p.k * int64_t{sizeof(Sum)});
-  Sum* const converted = wide ? nullptr : reinterpret_cast<Sum*>(scratch.take());
-  if (!wide) {
-    dispatch_floating(p.dtype, "gemm", [&]<class T>() {
-      for (int64_t batch = 0; batch < p.batch; ++batch) {
-        const T* a = static_cast<const T*>(row.a.data) + (row.a_offsets ? row.a_offsets[batch] : 0);
+// The rows of a in the type that is multiplied, `stride` elements apart.
+void convert_rows(const Gemm& p, const RowsProblem& rows, DType dtype, int64_t stride,
+                  char* target) {
+  dispatch_floating(p.dtype, "gemm", [&]<class T>() {
+    dispatch_floating(dtype, "gemm", [&]<class Left>() {
+      for (int64_t row = 0; row < p.batch * rows.m; ++row) {
+        const T* const from = static_cast<const T*>(rows.a.data) +
+                              (rows.a_offsets ? rows.a_offsets[row / rows.m] : 0) +
+                              row % rows.m * rows.a.row_stride;
+        Left* const to = reinterpret_cast<Left*>(target) + row * stride;
         for (int64_t k = 0; k < p.k; ++k) {
-          converted[batch * p.k + k] = load<Sum>(a[k * row.a.column_stride]);
+          to[k] = store<Left>(load<Compute<Left>>(from[k * rows.a.column_stride]));
         }
       }
     });
-  }
-  const int64_t grain = (kLeastWork / p.k + 64) / 64 * 64;
-  parallel_for(p.batch * row.n, grain, [&](int64_t begin, int64_t end) {
-    Sum sums[kColumns];
+  });
+}
+
+void gemm_by_rows(const Gemm& p, const RowsProblem& rows) {
+  constexpr int64_t kMostSums = 16384;  // at a time: they stay in L2
+  constexpr int64_t kLeastWork = 32768;
+  // Rows at multiples of this many bytes fall into the same sets of a cache.
+  constexpr int64_t kSets = 1024, kPadding = 16;
+  const DType sum_dtype = p.dtype == kF64 ? kF64 : kF32;
+  const bool in_pairs = p.dtype == kBF16 && rounds_bf16();
+  const DType left_dtype = in_pairs ? kBF16 : sum_dtype;
+  const bool converts = p.dtype != left_dtype || rows.a.column_stride != 1 ||
+                        (rows.m > 1 && rows.a.row_stride * size_of(p.dtype) % kSets == 0);
+  const int64_t a_row_stride = converts ? (p.k + 63) / 64 * 64 + 64 : rows.a.row_stride;
+  Scratch left(1, converts ? p.batch * rows.m * a_row_stride * size_of(left_dtype) : 0);
+  char* const converted = converts ? left.take() : nullptr;
+  if (converts) convert_rows(p, rows, left_dtype, a_row_stride, converted);
+  const int64_t most_columns = kMostSums / rows.m / 64 * 64;
+  const int64_t grain = (kLeastWork / (p.k * rows.m) + 64) / 64 * 64;
+  Scratch scratch(p.batch * ((rows.n + 63) / 64),
+                  (kMostSums + rows.m * kPadding) * size_of(sum_dtype));
+  parallel_for(p.batch * rows.n, grain, [&](int64_t begin, int64_t end) {
+    char* const sums = scratch.take();
     for (int64_t first = begin; first < end;) {
-      const int64_t batch = first / row.n, column = first % row.n;
-      const int64_t count = std::min({kColumns, row.n - column, end - first});
-      const int64_t a_offset = row.a_offsets ? row.a_offsets[batch] : 0;
+      const int64_t batch = first / rows.n, column = first % rows.n;
+      const int64_t count = std::min({most_columns, rows.n - column, end - first});
+      const int64_t sums_row_stride = (count + 31) / 32 * 32 + kPadding;
       const int64_t b_offset =
-          (row.b_offsets ? row.b_offsets[batch] : 0) + column * row.b.column_stride;
-      const int64_t c_offset = (p.c_offsets ? p.c_offsets[batch] : 0) + column * row.c_stride;
-      TS_SIMD_CALL(gemm_row, GemmRow{count, p.k, p.dtype,
-                                     wide ? at(row.a.data, a_offset, p.dtype)
-                                          : static_cast<const void*>(converted + batch * p.k),
-                                     at(row.b.data, b_offset, p.dtype), row.b.row_stride,
-                                     row.b.column_stride, sums});
-      const bool bias_by_element =
-          p.bias_kind == (row.transposed ? GemmBias::kRow : GemmBias::kColumn);
+          (rows.b_offsets ? rows.b_offsets[batch] : 0) + column * rows.b.column_stride;
+      const int64_t c_offset =
+          (p.c_offsets ? p.c_offsets[batch] : 0) + column * rows.c_column_stride;
+      const void* const a =
+          converts
+              ? at(static_cast<const void*>(converted), batch * rows.m * a_row_stride, left_dtype)
+              : at(rows.a.data, rows.a_offsets ? rows.a_offsets[batch] : 0, p.dtype);
+      TS_SIMD_CALL(gemm_rows, GemmRows{rows.m, count, p.k, p.dtype, in_pairs, a, a_row_stride,
+                                       at(rows.b.data, b_offset, p.dtype), rows.b.row_stride,
+                                       rows.b.column_stride, sums, sums_row_stride});
+      const bool bias_by_column =
+          p.bias_kind == (rows.transposed ? GemmBias::kRow : GemmBias::kColumn);
       const void* bias = p.bias_kind == GemmBias::kNone
                              ? nullptr
-                             : at(p.bias, bias_by_element ? column : 0, p.result_dtype);
+                             : at(p.bias, bias_by_column ? column : 0, p.result_dtype);
       TS_SIMD_CALL(gemm_finish,
-                   GemmFinish{row.transposed ? count : 1, row.transposed ? 1 : count, sums,
-                              row.transposed ? 1 : count, at(p.c, c_offset, p.result_dtype),
-                              row.c_stride, p.result_dtype, p.alpha, p.beta, bias, p.bias_kind});
+                   GemmFinish{rows.transposed ? count : rows.m, rows.transposed ? 1 : count, sums,
+                              rows.transposed ? 1 : sums_row_stride,
+                              at(p.c, c_offset, p.result_dtype), p.c_row_stride, p.result_dtype,
+                              p.alpha, p.beta, bias, p.bias_kind, rounds_bf16()});
       first += count;
     }
   });
@@ -445,9 +475,7 @@ void gemm(const Gemm& p) {
   }
   TS_CHECK_DTYPE(is_floating(p.dtype) && !is_fp8(p.dtype), "gemm",
                  "expects f64, f32, f16, bf16 or integers; got ", p.dtype);
-  if (const RowProblem row(p); (p.m == 1 || p.n == 1) && row.can_run()) {
-    return p.dtype == kF64 ? gemm_row_by_row<double>(p, row) : gemm_row_by_row<float>(p, row);
-  }
+  if (const RowsProblem rows(p); rows.are_few(p)) return gemm_by_rows(p, rows);
   cuts_depth(p) ? gemm_by_depth(p) : gemm_floating(p);
 }
 

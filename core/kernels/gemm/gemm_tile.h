@@ -1,5 +1,5 @@
 // What gemm_cpu.cpp asks of gemm_simd.cpp, one tile of C over the whole of K, and of
-// gemm_row_simd.cpp, one row times a matrix. Internal.
+// gemm_rows_simd.cpp, few rows times a matrix. Internal.
 #pragma once
 
 #include <cstdint>
@@ -46,15 +46,17 @@ struct GemmTile {
   const GemmFinish* finish = nullptr;  // from sums to C, of the whole tile; null: sums are C
 };
 
-// sums = a B, with B read where it lies. A column's bits depend on k and the layout alone, not on
-// the columns beside it.
-struct GemmRow {
-  int64_t n, k;
+// sums = a B of few rows, with B read where it lies (gemm_rows.h).
+struct GemmRows {
+  int64_t m, n, k;
   DType dtype;    // of b
-  const void* a;  // (k): f64 for f64, else f32
+  bool in_pairs;  // bf16 is multiplied in pairs
+  const void* a;  // (m, k): bf16 in pairs, else f64 for f64 and f32; rows in one piece
+  int64_t a_row_stride;
   const void* b;  // (k, n); one of its strides is 1
   int64_t b_row_stride, b_column_stride;
-  void* sums;  // (n): f64 for f64, else f32
+  void* sums;  // (m, n): f64 for f64, else f32; up to a multiple of 32 columns is written
+  int64_t sums_row_stride;
 };
 
 TS_SIMD_DECLARE(int64_t gemm_scratch_bytes(int64_t m, int64_t n));
@@ -62,6 +64,6 @@ TS_SIMD_DECLARE(int64_t gemm_scratch_bytes(int64_t m, int64_t n));
 TS_SIMD_DECLARE(int64_t gemm_column_multiple(DType dtype, Isa isa));
 TS_SIMD_DECLARE(void gemm_tile(const GemmTile& tile));
 TS_SIMD_DECLARE(void gemm_finish(const GemmFinish& finish));
-TS_SIMD_DECLARE(void gemm_row(const GemmRow& row));
+TS_SIMD_DECLARE(void gemm_rows(const GemmRows& rows));
 
 }  // namespace tessera::kernels
