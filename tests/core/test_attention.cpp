@@ -164,6 +164,26 @@ TEST(Attention, QueryHeadsShareKeyHeads) {
 TEST(Attention, ASingleQueryReadsTheWholeCache) {
   for (DType dtype : kDTypes) expect_attention({1, 2, 1, 1, 300, 32, 32}, dtype, {});
 }
+// Keys and values are read where they lie, once for up to 32 queries of the heads that share them.
+TEST(Attention, FewQueriesOfManyHeadsMatchTheDefinition) {
+  const Tensor lengths = raw::empty({2}, kI64);
+  lengths.data_as<int64_t>()[0] = 50;
+  lengths.data_as<int64_t>()[1] = 131;
+  for (DType dtype : kDTypes) {
+    expect_attention({2, 6, 2, 3, 131, 20, 12}, dtype, {});
+    expect_attention({1, 10, 1, 7, 77, 64, 33}, dtype, {});  // 70 rows
+    expect_attention({2, 4, 2, 8, 30, 16, 16}, dtype, {.causal = true});
+    expect_attention({2, 4, 2, 8, 3, 16, 16}, dtype, {.causal = true});
+    expect_attention({2, 4, 2, 5, 131, 16, 24}, dtype,
+                     {.dropout = 0.3, .stream = {7, 9}, .lengths = lengths});
+    const Tensor mask = raw::empty({2, 4, 3, 95}, kBool);
+    for (int64_t i = 0; i < mask.numel(); ++i) {
+      mask.data_as<bool>()[i] = i % 7 != 0 && i / 95 % 3 != 1;  // query 1 sees nothing
+    }
+    expect_attention({2, 4, 2, 3, 95, 16, 16}, dtype, {.mask = mask});
+  }
+}
+
 TEST(Attention, DropoutIsDrawnAgainInBackward) {
   for (DType dtype : kDTypes) {
     expect_attention({2, 2, 2, 40, 40, 16, 16}, dtype,
@@ -214,11 +234,11 @@ TEST(Attention, LengthsHideThePaddingOfASample) {
   }
 }
 
-TEST(Attention, BitsDoNotDependOnTheThreadCount) {
+void expect_same_bits_for_any_thread_count(const Shape& queries) {
   const int before = num_threads();
   for (DType dtype : {kF32, kBF16}) {
-    const Tensor q = random_tensor({2, 3, 65, 32}, dtype, 1);
-    const Tensor k = random_tensor({2, 3, 65, 32}, dtype, 2);
+    const Tensor q = random_tensor(queries, dtype, 1);
+    const Tensor k = random_tensor(queries, dtype, 2);
     const AttentionSpec spec{.scale = 0.2, .causal = true};
     Tensor outputs[2], grads[2];
     for (int i = 0; i < 2; ++i) {
@@ -236,6 +256,10 @@ TEST(Attention, BitsDoNotDependOnTheThreadCount) {
               0);
   }
   set_num_threads(before);
+}
+TEST(Attention, BitsDoNotDependOnTheThreadCount) {
+  expect_same_bits_for_any_thread_count({2, 3, 65, 32});
+  expect_same_bits_for_any_thread_count({2, 3, 5, 32});
 }
 
 // A power of two in front of the values, or an infinity among them, changes nothing else: however

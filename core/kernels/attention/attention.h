@@ -1,6 +1,8 @@
 // Scaled dot product attention in tiles: softmax(scale * Q K^T + mask) V, without a (T, S) matrix.
 // Method: Dao et al., "FlashAttention" (2022); here a block of 32 queries sees all its keys at
-// once, as a row of scores fits the L2 cache of a CPU, and no running maximum is needed.
+// once, as a row of scores fits the L2 cache of a CPU, and no running maximum is needed. Up to 8
+// queries, as of a token beside a cache, take keys and values as they lie, once for all heads that
+// share them, where these lie in rows.
 //
 // query: [B, H, T, E]; key: [B, Hk, S, E]; value: [B, Hk, S, Ev]; H a multiple of Hk; any strides.
 // f64, f32, f16, bf16; scores and sums are f32 (f64 for f64). bf16 runs on AMX where it is there,

@@ -21,6 +21,7 @@ AttentionProblem problem_of(const Tensor& query, const Tensor& key, const Tensor
   AttentionProblem problem{};
   problem.dtype = query.dtype();
   problem.isa = cpu_isa();
+  problem.in_pairs = query.dtype() == kBF16 && cpu_isa() >= Isa::kBf16 && has_isa(Isa::kBf16);
   problem.B = query.size(0);
   problem.H = query.size(1);
   problem.Hk = key.size(1);
@@ -77,11 +78,22 @@ AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& 
   const AttentionProblem problem =
       problem_of(query, key, value, result.output, result.log_sums, spec);
   const std::vector<int64_t> lengths = lengths_of(spec, problem.S);
-  Scratch scratch(B * H, TS_SIMD_CALL(attention_scratch_bytes, problem, false));
-  parallel_for(B * H, 1, [&](int64_t begin, int64_t end) {
+  const bool in_place = reads_in_place(problem);
+  const int64_t heads = in_place ? problem.Hk : H;
+  const int64_t rows = in_place ? H / problem.Hk * T : 1;
+  const int64_t parts = in_place ? (rows + kRowsAtOnce - 1) / kRowsAtOnce : 1;
+  const int64_t tasks = B * heads * parts;
+  Scratch scratch(tasks, TS_SIMD_CALL(attention_scratch_bytes, problem, false));
+  parallel_for(tasks, 1, [&](int64_t begin, int64_t end) {
     char* const slice = scratch.take();
     for (int64_t i = begin; i < end; ++i) {
-      TS_SIMD_CALL(attention_head, of_sample(problem, lengths, i / H), i / H, i % H, slice);
+      const int64_t b = i / parts / heads, head = i / parts % heads;
+      const AttentionProblem sample = of_sample(problem, lengths, b);
+      if (in_place) {
+        TS_SIMD_CALL(attention_rows, sample, b, head, i % parts * kRowsAtOnce, slice);
+      } else {
+        TS_SIMD_CALL(attention_head, sample, b, head, slice);
+      }
     }
   });
   return result;

@@ -18,6 +18,7 @@ struct AttentionProblem {
   DType dtype;  // f64, f32, f16, bf16
   Isa isa;  // whose instructions multiply: kAmx tiles, kBf16 pairs of bf16; else f16 and bf16 are
             // widened
+  bool in_pairs;  // bf16 of few queries is multiplied in pairs
   int64_t B, H, Hk, T, S, E, Ev;
   int64_t keys;  // of S, those that the sample has
   double scale;
@@ -32,9 +33,21 @@ struct AttentionProblem {
   HeadView grad_output, grad_query, grad_key, grad_value;
 };
 
+// Few queries: keys and values are read where they lie, and not packed.
+inline constexpr int64_t kFewQueries = 8;
+inline bool reads_in_place(const AttentionProblem& p) {
+  return p.T <= kFewQueries && (p.key.column_stride == 1 || p.E == 1) &&
+         (p.value.column_stride == 1 || p.Ev == 1);
+}
+// Of the (H / Hk) T queries that share a key head.
+inline constexpr int64_t kRowsAtOnce = 32;
+
 TS_SIMD_DECLARE(int64_t attention_scratch_bytes(const AttentionProblem& problem, bool backward));
 TS_SIMD_DECLARE(void attention_head(const AttentionProblem& problem, int64_t batch, int64_t head,
                                     void* scratch));
+// Where reads_in_place(): kRowsAtOnce queries of a key head's, from `first` on.
+TS_SIMD_DECLARE(void attention_rows(const AttentionProblem& problem, int64_t batch,
+                                    int64_t key_head, int64_t first, void* scratch));
 // All query heads of one key head, in their order.
 TS_SIMD_DECLARE(void attention_head_backward(const AttentionProblem& problem, int64_t batch,
                                              int64_t key_head, void* scratch));

@@ -6,9 +6,12 @@
 //   forward   scores^T (S, 32 queries) = K Q^T, softmax down the columns, output^T = V^T scores^T
 //   backward  scores (T, 32 keys) = Q K^T, grad_value^T = grad_output^T P, grad_key^T = Q^T dS;
 //             only grad_query += dS K packs its left side once more
+// Few queries are not worth the packing of keys and values: those of all heads that share them are
+// rows of scores (rows, S), and each key and value is read once, where it lies.
 #include <tessera/core/kernels/attention/attention_head.h>
 #include <tessera/core/kernels/gemm/gemm_block.h>
 #include <tessera/core/kernels/gemm/gemm_dot.h>
+#include <tessera/core/kernels/gemm/gemm_rows.h>
 #include <tessera/core/kernels/gemm/gemm_split.h>
 #include <tessera/core/math.h>
 
@@ -231,6 +234,142 @@ void forward(const AttentionProblem& p, int64_t batch, int64_t head, void* scrat
                p.output.row_stride, p.output.column_stride);
   }
   Kernel::end();
+}
+
+// ---- Forward of few queries
+// ----------------------------------------------------------------------
+
+template <class P>
+struct RowBuffers {
+  using Left = typename P::Left;
+  using A = typename P::Sum;
+  static constexpr int64_t kLanes = 16;
+  static constexpr bool kNarrow = !std::is_same_v<Left, A>;  // products take probabilities as Left
+  int64_t rows, query_stride, score_stride, output_stride;
+  Left *queries, *probabilities;
+  A *scores, *bias, *keep, *outputs;
+  int64_t bytes;
+
+  RowBuffers(const AttentionProblem& p, void* scratch) {
+    const int64_t all = p.H / p.Hk * p.T;
+    rows = all < kRowsAtOnce ? all : kRowsAtOnce;
+    // Not a power of two, so that rows do not fall into the same sets of a cache.
+    query_stride = round_up(p.E, 64) + 32;
+    score_stride = round_up(p.S, 64) + 32;
+    output_stride = round_up(p.Ev, 64) + 32;
+    Arena arena(scratch);
+    queries = arena.take<Left>(rows * query_stride);
+    scores = arena.take<A>(rows * score_stride);
+    probabilities = kNarrow ? arena.take<Left>(rows * score_stride) : nullptr;
+    if constexpr (!kNarrow) probabilities = scores;
+    bias = arena.take<A>(p.has_mask ? score_stride : 0);
+    keep = arena.take<A>(p.dropout > 0 ? score_stride : 0);
+    outputs = arena.take<A>(rows * output_stride);
+    bytes = arena.used();
+  }
+};
+
+// Turns a row of scores into exp(score - their maximum) and gives the logarithm of the sum, and
+// what outputs are to be multiplied with.
+template <class P>
+typename P::Sum softmax_row(const AttentionProblem& p, const RowBuffers<P>& buffers, int64_t batch,
+                            int64_t head, int64_t t, int64_t keys, typename P::Sum* row,
+                            typename P::Sum* log_sum) {
+  using A = typename P::Sum;
+  constexpr int64_t kLanes = RowBuffers<P>::kLanes;
+  const A scale = static_cast<A>(p.scale);
+  const int64_t visible = p.causal && t + 1 < keys ? t + 1 : keys, padded = round_up(keys, 64);
+  if (p.has_mask) {
+    read_mask(p, batch, head, t, 0, keys, buffers.bias, 1);
+    for (int64_t s = 0; s < keys; ++s) row[s] = row[s] * scale + buffers.bias[s];
+  } else {
+    for (int64_t s = 0; s < keys; ++s) row[s] *= scale;
+  }
+  for (int64_t s = visible; s < padded; ++s) row[s] = -infinity<A>();
+  A most[kLanes], sums[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) {
+    most[i] = -infinity<A>();
+    sums[i] = 0;
+  }
+  for (int64_t s = 0; s < padded; s += kLanes) {
+    for (int64_t i = 0; i < kLanes; ++i) most[i] = row[s + i] > most[i] ? row[s + i] : most[i];
+  }
+  A maximum = -infinity<A>(), sum = 0;
+  for (const A one : most) maximum = one > maximum ? one : maximum;
+  if (maximum == -infinity<A>()) maximum = 0;  // no key: exp(-inf) = 0, not NaN
+  for (int64_t s = 0; s < padded; s += kLanes) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      row[s + i] = math::exp(row[s + i] - maximum);
+      sums[i] += row[s + i];
+    }
+  }
+  for (const A one : sums) sum += one;
+  if (p.dropout > 0) {
+    draw_dropout(p, batch, head, t, 0, keys, buffers.keep, 1);
+    for (int64_t s = 0; s < keys; ++s) row[s] *= buffers.keep[s];
+  }
+  *log_sum = sum > 0 ? maximum + math::log(sum) : (sum == 0 ? infinity<A>() : sum);
+  return sum == 0 ? A(0) : 1 / sum;
+}
+
+template <class P, class T>
+void forward_rows(const AttentionProblem& p, int64_t batch, int64_t key_head, int64_t first,
+                  void* scratch) {
+  using A = typename P::Sum;
+  const RowBuffers<P> buffers(p, scratch);
+  const int64_t group = p.H / p.Hk, rest = group * p.T - first;
+  const int64_t rows = rest < buffers.rows ? rest : buffers.rows;
+  const int64_t keys = p.causal && p.T < p.keys ? p.T : p.keys;
+  const auto head_of_row = [&](int64_t row) { return key_head * group + (first + row) / p.T; };
+  const auto query_of_row = [&](int64_t row) { return (first + row) % p.T; };
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* query =
+        head_of<T>(p.query, batch, head_of_row(row)) + query_of_row(row) * p.query.row_stride;
+    for (int64_t e = 0; e < p.E; ++e) {
+      buffers.queries[row * buffers.query_stride + e] =
+          store<typename P::Left>(load<A>(query[e * p.query.column_stride]));
+    }
+  }
+  dot_rows<P>(rows, keys, p.E, buffers.queries, buffers.query_stride,
+              head_of<T>(p.key, batch, key_head), p.key.row_stride, buffers.scores,
+              buffers.score_stride);
+  A factors[kRowsAtOnce];
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t head = head_of_row(row), t = query_of_row(row);
+    A* const scores = buffers.scores + row * buffers.score_stride;
+    factors[row] = softmax_row(p, buffers, batch, head, t, keys, scores,
+                               static_cast<A*>(p.log_sums) + (batch * p.H + head) * p.T + t);
+    if constexpr (RowBuffers<P>::kNarrow) {
+      P::narrow(scores, round_up(keys, 32), buffers.probabilities + row * buffers.score_stride);
+    }
+  }
+  spread_rows<P>(rows, p.Ev, keys, buffers.probabilities, buffers.score_stride,
+                 head_of<T>(p.value, batch, key_head), p.value.row_stride, buffers.outputs,
+                 buffers.output_stride);
+  for (int64_t row = 0; row < rows; ++row) {
+    store_rows(buffers.outputs + row * buffers.output_stride, 0, 1, p.Ev, factors[row],
+               mutable_head_of<T>(p.output, batch, head_of_row(row)) +
+                   query_of_row(row) * p.output.row_stride,
+               0, p.output.column_stride);
+  }
+}
+
+// Calls f<Products, T>() for the problem's dtype.
+template <class F>
+auto with_products(const AttentionProblem& p, F&& f) {
+#if defined(TESSERA_DOT_KERNEL)
+  if (p.in_pairs) return f.template operator()<PairProducts, bf16>();
+#endif
+  switch (p.dtype) {
+    case kF64:
+      return f.template operator()<WideProducts<double, double>, double>();
+    case kF16:
+      return f.template operator()<WideProducts<float, f16>, f16>();
+    case kBF16:
+      return f.template operator()<WideProducts<float, bf16>, bf16>();
+    default:
+      return f.template operator()<WideProducts<float, float>, float>();
+  }
 }
 
 // ---- Backward
@@ -515,6 +654,9 @@ auto with_kernel(const AttentionProblem& p, [[maybe_unused]] bool split, F&& f) 
 }  // namespace
 
 int64_t attention_scratch_bytes(const AttentionProblem& p, bool is_backward) {
+  if (!is_backward && reads_in_place(p)) {
+    return with_products(p, [&]<class P, class T>() { return RowBuffers<P>(p, nullptr).bytes; });
+  }
   int64_t most = 0;
   for (const bool split : {false, splits(p)}) {
     const int64_t bytes = with_kernel(p, split, [&]<class Kernel, class T>() {
@@ -529,6 +671,12 @@ int64_t attention_scratch_bytes(const AttentionProblem& p, bool is_backward) {
 void attention_head(const AttentionProblem& p, int64_t batch, int64_t head, void* scratch) {
   with_kernel(p, splits_forward(p, batch, head),
               [&]<class Kernel, class T>() { forward<Kernel, T>(p, batch, head, scratch); });
+}
+
+void attention_rows(const AttentionProblem& p, int64_t batch, int64_t key_head, int64_t first,
+                    void* scratch) {
+  with_products(
+      p, [&]<class P, class T>() { forward_rows<P, T>(p, batch, key_head, first, scratch); });
 }
 
 void attention_head_backward(const AttentionProblem& p, int64_t batch, int64_t key_head,

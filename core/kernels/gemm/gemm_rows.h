@@ -140,6 +140,13 @@ struct PairProducts {
     return sum;
   }
 
+  // Rounds a multiple of 32 sums.
+  static TS_HD void narrow(const float* sums, int64_t count, bf16* to) {
+    for (int64_t i = 0; i < count; i += 32) {
+      _mm512_storeu_si512(to + i, Pairs::load_32(sums + i, 32));
+    }
+  }
+
   static TS_HD Register along(const bf16* x) { return _mm512_loadu_si512(x); }
   static TS_HD Register along(const bf16* x, int64_t count) { return Pairs::load_32(x, count); }
   static TS_HD Register across(const bf16* b, int64_t row_stride, int64_t depth, int64_t columns) {
@@ -291,8 +298,8 @@ __attribute__((noinline)) void spread_tile(int64_t m, int64_t n, const typename 
       V high = accumulate ? V::load(target + V::kWidth) : V::zero();
 #pragma GCC unroll 4
       for (int s = 0; s < kSteps; ++s) {
-        const auto left = P::everywhere(a + i * a_stride + s * P::kSpread,
-                                        kSteps > 1 ? P::kSpread : depth);
+        const auto left =
+            P::everywhere(a + i * a_stride + s * P::kSpread, kSteps > 1 ? P::kSpread : depth);
         low = P::add(low, left, right[s][0]);
         high = P::add(high, left, right[s][1]);
       }
