@@ -8,6 +8,7 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/mark_rules.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/random.h>
 
@@ -37,7 +38,8 @@ class Recomputation {
         around_(std::move(around)),
         guards_(Context::current().slot<OpenRecomputationGuards>().list),
         random_(random_state()),
-        autocast_(Context::current().slot<AutocastMode>()) {}
+        autocast_(Context::current().slot<AutocastMode>()),
+        rules_(Context::current().slot<MarkRulesSlot>().rules) {}
 
   int next_number() { return count_++; }
 
@@ -63,6 +65,7 @@ class Recomputation {
     const std::shared_ptr<void> around = around_ ? around_() : nullptr;
     ScopedValue<RandomState> random(random_state(), random_);
     ScopedValue<AutocastMode> autocast(Context::current().slot<AutocastMode>(), autocast_);
+    ScopedValue<const MarkRules*> rules(Context::current().slot<MarkRulesSlot>().rules, rules_);
     std::list<std::shared_ptr<void>> guards;  // the last one ends first
     for (const CheckpointScope::Around& guard : guards_) guards.push_front(guard());
     TensorList inputs;
@@ -93,6 +96,7 @@ class Recomputation {
   std::vector<CheckpointScope::Around> guards_;
   RandomState random_;
   AutocastMode autocast_;
+  const MarkRules* rules_;
   int count_ = 0;
   std::map<int, Tensor> tensors_;
 };

@@ -114,6 +114,10 @@ void remember_base(const Tensor& view, const Tensor& source) {
       std::make_unique<ViewInfo>(ViewInfo{base, view.version(), !grad_enabled()});
 }
 
+[[gnu::cold]] bool has_mark_rules() {
+  return Context::current().slot<MarkRulesSlot>().rules != nullptr;
+}
+
 }  // namespace
 
 bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
@@ -124,8 +128,26 @@ bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
   return false;
 }
 
-TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, Forward forward,
-                                   void* function, BackwardFunction backward) {
+// Of marked inputs: where the context has rules, which ops inside of the op are not asked for.
+TensorList DifferentiableCall::run_marked(const OpCall& call, std::span<const Tensor> inputs,
+                                          Forward forward, void* function,
+                                          BackwardFunction backward) {
+  const MarkRules*& rules = Context::current().slot<MarkRulesSlot>().rules;
+  const uint64_t marks = rules->of_results(call, inputs);
+  const ScopedValue<const MarkRules*> checked(rules, nullptr);
+  TensorList results = run(call, inputs, forward, function, std::move(backward));
+  for (const Tensor& result : results) {
+    if (result.defined()) result.impl()->marks = marks;
+  }
+  return results;
+}
+
+TensorList DifferentiableCall::run(const OpCall& call, std::span<const Tensor> given,
+                                   Forward forward, void* function, BackwardFunction backward) {
+  if (all_marks(given) != 0 && has_mark_rules()) [[unlikely]] {
+    return run_marked(call, given, forward, function, std::move(backward));
+  }
+  const Op& op = call.op;
   const ProfilerRange range(op.name);
   TensorList cast;
   std::span<const Tensor> inputs = given;
@@ -172,8 +194,17 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
   return results;
 }
 
-Tensor DifferentiableCall::run_inplace(const Op& op, std::span<const Tensor> inputs,
+Tensor DifferentiableCall::run_inplace(const OpCall& call, std::span<const Tensor> inputs,
                                        Forward forward, void* function, BackwardFunction backward) {
+  const Op& op = call.op;
+  if (all_marks(inputs) != 0 && has_mark_rules()) [[unlikely]] {
+    const MarkRules*& rules = Context::current().slot<MarkRulesSlot>().rules;
+    TS_CHECK_AS(UnsupportedError, rules->of_results(call, inputs) == inputs[0].impl()->marks,
+                in_place_name(op.name), "the result is marked otherwise than ", inputs[0],
+                ", to which it would be written; use the form that returns a new tensor");
+    const ScopedValue<const MarkRules*> checked(rules, nullptr);
+    return run_inplace(call, inputs, forward, function, std::move(backward));
+  }
   const ProfilerRange range(op.name);
   check_inputs(op, inputs, false);
   const Tensor& self = inputs[0];

@@ -16,7 +16,8 @@
 // backward returns a gradient for each input (one Tensor where the op has one input); undefined for
 // none. It may return a gradient in the broadcast shape: the engine sums it to the input's shape
 // and converts it to the input's dtype. Attributes are captured by the lambdas, by value. Absent
-// inputs are undefined tensors.
+// inputs are undefined tensors. What an op does with dimensions stands beside its record, for the
+// rules of marked tensors: differentiable(along(kSum, dims, keepdim), {x}, ...), see mark_rules.h.
 #pragma once
 
 #include <functional>
@@ -27,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/autograd/mark_rules.h>
 #include <tessera/autograd/op.h>
 #include <tessera/core/tensor/tensor.h>
 
@@ -117,10 +119,14 @@ struct DifferentiableCall {
   using Forward = void (*)(void* function, Inputs inputs, Extras& extras, TensorList& outputs);
   // True where grad mode is on and an input requires grad: only then is backward kept.
   static bool will_record(std::span<const Tensor> inputs);
-  static TensorList run(const Op& op, std::span<const Tensor> inputs, Forward forward,
+  static TensorList run(const OpCall& call, std::span<const Tensor> inputs, Forward forward,
                         void* function, BackwardFunction backward);
-  static Tensor run_inplace(const Op& op, std::span<const Tensor> inputs, Forward forward,
+  static Tensor run_inplace(const OpCall& call, std::span<const Tensor> inputs, Forward forward,
                             void* function, BackwardFunction backward);
+
+ private:
+  static TensorList run_marked(const OpCall& call, std::span<const Tensor> inputs, Forward forward,
+                               void* function, BackwardFunction backward);
 };
 
 namespace detail {
@@ -182,34 +188,35 @@ ForwardResult<Forward> unpack_outputs(TensorList outputs) {
 }  // namespace detail
 
 template <class Forward, class Backward>
-detail::ForwardResult<Forward> differentiable(const Op& op, std::span<const Tensor> inputs,
+detail::ForwardResult<Forward> differentiable(const OpCall& call, std::span<const Tensor> inputs,
                                               Forward forward, Backward backward) {
   BackwardFunction function;
   if (DifferentiableCall::will_record(inputs)) {
     function = detail::adapt_backward(std::move(backward));
   }
   return detail::unpack_outputs<Forward>(DifferentiableCall::run(
-      op, inputs, detail::call_forward<Forward>, &forward, std::move(function)));
+      call, inputs, detail::call_forward<Forward>, &forward, std::move(function)));
 }
 template <class Forward, class Backward>
-detail::ForwardResult<Forward> differentiable(const Op& op, std::initializer_list<Tensor> inputs,
-                                              Forward forward, Backward backward) {
-  return differentiable(op, std::span<const Tensor>(inputs.begin(), inputs.size()),
+detail::ForwardResult<Forward> differentiable(const OpCall& call,
+                                              std::initializer_list<Tensor> inputs, Forward forward,
+                                              Backward backward) {
+  return differentiable(call, std::span<const Tensor>(inputs.begin(), inputs.size()),
                         std::move(forward), std::move(backward));
 }
 
 // An op without a gradient (comparisons, argmax, integer results): outputs require none.
 template <class Forward>
-detail::ForwardResult<Forward> not_differentiable(const Op& op, std::span<const Tensor> inputs,
-                                                  Forward forward) {
+detail::ForwardResult<Forward> not_differentiable(const OpCall& call,
+                                                  std::span<const Tensor> inputs, Forward forward) {
   return detail::unpack_outputs<Forward>(
-      DifferentiableCall::run(op, inputs, detail::call_forward<Forward>, &forward, nullptr));
+      DifferentiableCall::run(call, inputs, detail::call_forward<Forward>, &forward, nullptr));
 }
 template <class Forward>
-detail::ForwardResult<Forward> not_differentiable(const Op& op,
+detail::ForwardResult<Forward> not_differentiable(const OpCall& call,
                                                   std::initializer_list<Tensor> inputs,
                                                   Forward forward) {
-  return not_differentiable(op, std::span<const Tensor>(inputs.begin(), inputs.size()),
+  return not_differentiable(call, std::span<const Tensor>(inputs.begin(), inputs.size()),
                             std::move(forward));
 }
 
@@ -217,14 +224,14 @@ detail::ForwardResult<Forward> not_differentiable(const Op& op,
 // a leaf that requires grad. Bumps the version; where backward reads input 0, a copy of its old
 // value is kept. The gradient of input 0 is that of the old value. Returns inputs[0] itself.
 template <class Forward, class Backward>
-Tensor differentiable_inplace(const Op& op, std::initializer_list<Tensor> inputs, Forward forward,
-                              Backward backward) {
+Tensor differentiable_inplace(const OpCall& call, std::initializer_list<Tensor> inputs,
+                              Forward forward, Backward backward) {
   const std::span<const Tensor> list(inputs.begin(), inputs.size());
   BackwardFunction function;
   if (DifferentiableCall::will_record(list)) {
     function = detail::adapt_backward(std::move(backward));
   }
-  return DifferentiableCall::run_inplace(op, list, detail::call_forward<Forward>, &forward,
+  return DifferentiableCall::run_inplace(call, list, detail::call_forward<Forward>, &forward,
                                          std::move(function));
 }
 

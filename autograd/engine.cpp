@@ -9,6 +9,7 @@
 #include <tessera/autograd/anomaly.h>
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/mark_rules.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/profile/profiler.h>
 
@@ -338,6 +339,7 @@ TensorList run_backward(const EngineRequest& request) {
     ScopedValue<bool> mode(Context::current().slot<GradMode>().enabled, request.create_graph);
     // Backward runs in the dtypes that forward has left, whatever scope it is called in.
     ScopedValue<bool> autocast(Context::current().slot<AutocastMode>().enabled, false);
+    ScopedValue<const MarkRules*> rules(Context::current().slot<MarkRulesSlot>().rules, nullptr);
     results = pass.run();
   }
   // Callbacks may queue further ones.

@@ -19,6 +19,19 @@ enum class Autocast : uint8_t {
   kRefuse,      // an error with a remedy: unsafe in low precision
 };
 
+// What an op makes of operands that are marked as parts or summands of others along an axis of a
+// compute mesh (mark_rules.h). Parts of operands alike give parts of the result wherever an op goes
+// by elements, or along dimensions that are not cut; what differs is what becomes of summands.
+enum class MarkRule : uint8_t {
+  kNone,       // refuses marked operands
+  kPointwise,  // by elements, not linear: no summands
+  kLinear,     // linear in all operands together: summands of all give summands; add, casts, sums
+  kProduct,    // by elements, linear in each operand: one of them may be a summand
+  kAlongDims,  // not linear, along dimensions that must not be cut: softmax, norms, sort
+  kMovement,   // moves elements, all of them alike: views, cat
+  kSpecial,    // a rule of its own, by the op's name: products, attention, tables
+};
+
 // Sets of inputs or outputs: inputs(0, 2), outputs(0).
 using IndexMask = uint32_t;
 constexpr IndexMask inputs(auto... index) { return ((IndexMask{1} << index) | ... | 0u); }
@@ -54,6 +67,7 @@ struct OpRegistration {
 // Objects with static lifetime: `const Op kGelu{.name = "gelu", .reads = {inputs(0)}};`
 struct Op {
   std::string_view name;  // torch's name of the function
+  MarkRule marks = MarkRule::kNone;
   Autocast autocast = Autocast::kInputDtype;
   // Its kernel is elementwise: a zero-dimensional tensor of the CPU may stand beside others as a
   // number. Operands of other ops lie on one device.

@@ -16,7 +16,7 @@ void check_real(const Op& op, const Tensor& x) {
 
 }  // namespace
 
-const Op kRelu{.name = "relu", .reads_outputs = outputs(0)};
+const Op kRelu{.name = "relu", .marks = MarkRule::kPointwise, .reads_outputs = outputs(0)};
 
 namespace {
 
@@ -46,7 +46,8 @@ const Tensor& relu_(const Tensor& x) {
   return x;
 }
 
-const Op kGelu{.name = "gelu", .reads = {inputs(0)}, .flops_per_element = 12};
+const Op kGelu{
+    .name = "gelu", .marks = MarkRule::kPointwise, .reads = {inputs(0)}, .flops_per_element = 12};
 
 namespace {
 
@@ -80,7 +81,8 @@ Tensor gelu(const Tensor& x, Gelu approximate) {
   });
 }
 
-const Op kSilu{.name = "silu", .reads = {inputs(0)}, .flops_per_element = 15};
+const Op kSilu{
+    .name = "silu", .marks = MarkRule::kPointwise, .reads = {inputs(0)}, .flops_per_element = 15};
 
 Tensor silu(const Tensor& x) {
   check_real(kSilu, x);
@@ -92,7 +94,8 @@ Tensor silu(const Tensor& x) {
   });
 }
 
-const Op kElu{.name = "elu", .reads = {inputs(0)}, .flops_per_element = 15};
+const Op kElu{
+    .name = "elu", .marks = MarkRule::kPointwise, .reads = {inputs(0)}, .flops_per_element = 15};
 
 Tensor elu(const Tensor& x, double alpha) {
   check_real(kElu, x);
@@ -108,7 +111,10 @@ Tensor elu(const Tensor& x, double alpha) {
       });
 }
 
-const Op kSoftplus{.name = "softplus", .reads = {inputs(0)}, .flops_per_element = 30};
+const Op kSoftplus{.name = "softplus",
+                   .marks = MarkRule::kPointwise,
+                   .reads = {inputs(0)},
+                   .flops_per_element = 30};
 
 Tensor softplus(const Tensor& x, double beta, double threshold) {
   check_real(kSoftplus, x);
@@ -126,7 +132,7 @@ Tensor softplus(const Tensor& x, double beta, double threshold) {
       });
 }
 
-const Op kLeakyRelu{.name = "leaky_relu", .reads = {inputs(0)}};
+const Op kLeakyRelu{.name = "leaky_relu", .marks = MarkRule::kPointwise, .reads = {inputs(0)}};
 
 Tensor leaky_relu(const Tensor& x, double negative_slope) {
   check_real(kLeakyRelu, x);
@@ -141,7 +147,8 @@ Tensor leaky_relu(const Tensor& x, double negative_slope) {
       });
 }
 
-const Op kGlu{.name = "glu", .reads = {inputs(0)}, .flops_per_element = 15};
+const Op kGlu{
+    .name = "glu", .marks = MarkRule::kAlongDims, .reads = {inputs(0)}, .flops_per_element = 15};
 
 Tensor glu(const Tensor& x, int64_t dim) {
   check_real(kGlu, x);
@@ -151,7 +158,7 @@ Tensor glu(const Tensor& x, int64_t dim) {
                  ", whose size must be even");
   const int64_t half = x.size(d) / 2;
   return differentiable(
-      kGlu, {x},
+      along(kGlu, d), {x},
       [=](Inputs in) {
         return kernels::binary<fn::Mul>(
             raw::narrow(in[0], d, 0, half),
@@ -174,7 +181,8 @@ Tensor selu(const Tensor& x) {
 }
 
 // Beside x nothing is kept: what the formulas have in between is made again in backward.
-const Op kMish{.name = "mish", .reads = {inputs(0)}, .flops_per_element = 45};
+const Op kMish{
+    .name = "mish", .marks = MarkRule::kPointwise, .reads = {inputs(0)}, .flops_per_element = 45};
 
 Tensor mish(const Tensor& x) {
   check_real(kMish, x);
@@ -191,7 +199,10 @@ Tensor mish(const Tensor& x) {
       });
 }
 
-const Op kHardswish{.name = "hardswish", .reads = {inputs(0)}, .flops_per_element = 4};
+const Op kHardswish{.name = "hardswish",
+                    .marks = MarkRule::kPointwise,
+                    .reads = {inputs(0)},
+                    .flops_per_element = 4};
 
 Tensor hardswish(const Tensor& x) {
   check_real(kHardswish, x);
@@ -208,7 +219,10 @@ Tensor hardswish(const Tensor& x) {
       });
 }
 
-const Op kPrelu{.name = "prelu", .autocast = Autocast::kLow, .reads = {inputs(0, 1), inputs(0)}};
+const Op kPrelu{.name = "prelu",
+                .marks = MarkRule::kAlongDims,
+                .autocast = Autocast::kLow,
+                .reads = {inputs(0, 1), inputs(0)}};
 
 Tensor prelu(const Tensor& x, const Tensor& weight) {
   check_real(kPrelu, x);

@@ -30,8 +30,8 @@ DType division_dtype(std::initializer_list<Operand> operands) {
 
 // ---- add, sub -----------------------------------------------------------------------------------
 
-const Op kAdd{.name = "add", .takes_numbers = true};
-const Op kSub{.name = "sub", .takes_numbers = true};
+const Op kAdd{.name = "add", .marks = MarkRule::kLinear, .takes_numbers = true};
+const Op kSub{.name = "sub", .marks = MarkRule::kLinear, .takes_numbers = true};
 
 namespace {
 
@@ -87,7 +87,7 @@ Tensor sum_with_scalar(const Op& op, const Tensor& a, const Scalar& b, const Sca
   check_arithmetic(op, a);
   check_alpha(op, kernels::promote({a, b}), alpha);
   return differentiable(
-      op, {a}, [b, alpha, sign](Inputs in) { return sum_forward(in[0], b, alpha, sign); },
+      affine(op), {a}, [b, alpha, sign](Inputs in) { return sum_forward(in[0], b, alpha, sign); },
       [](Grads dy, const Saved&) { return dy[0]; });
 }
 
@@ -112,7 +112,7 @@ const Tensor& sum_inplace(const Op& op, const Tensor& a, const Scalar& b, int si
   check_arithmetic(op, a);
   check_storable(op, a, kernels::promote({a, b}));
   differentiable_inplace(
-      op, {a}, [b, sign](Inputs in) { return sum_forward(in[0], b, 1, sign, &in[0]); },
+      affine(op), {a}, [b, sign](Inputs in) { return sum_forward(in[0], b, 1, sign, &in[0]); },
       [](Grads dy, const Saved&) { return dy[0]; });
   return a;
 }
@@ -147,7 +147,7 @@ const Tensor& sub_(const Tensor& a, const Scalar& b) {
   return sum_inplace(kSub, a, b, -1);
 }
 
-const Op kRsub{.name = "rsub"};
+const Op kRsub{.name = "rsub", .marks = MarkRule::kPointwise};
 
 Tensor rsub(const Scalar& a, const Tensor& b) {
   check_arithmetic(kRsub, b);
@@ -159,7 +159,10 @@ Tensor rsub(const Scalar& a, const Tensor& b) {
 
 // ---- mul ----------------------------------------------------------------------------------------
 
-const Op kMul{.name = "mul", .takes_numbers = true, .reads = {inputs(1), inputs(0)}};
+const Op kMul{.name = "mul",
+              .marks = MarkRule::kProduct,
+              .takes_numbers = true,
+              .reads = {inputs(1), inputs(0)}};
 
 namespace {
 
@@ -212,7 +215,10 @@ const Tensor& mul_(const Tensor& a, const Scalar& b) {
 
 // ---- div ----------------------------------------------------------------------------------------
 
-const Op kDiv{.name = "div", .takes_numbers = true, .reads = {inputs(1), inputs(0, 1)}};
+const Op kDiv{.name = "div",
+              .marks = MarkRule::kSpecial,
+              .takes_numbers = true,
+              .reads = {inputs(1), inputs(0, 1)}};
 
 namespace {
 
@@ -277,7 +283,10 @@ const Tensor& div_(const Tensor& a, const Scalar& b) {
   return a;
 }
 
-const Op kRdiv{.name = "rdiv", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
+const Op kRdiv{.name = "rdiv",
+               .marks = MarkRule::kPointwise,
+               .reads = {inputs(0)},
+               .reads_outputs = outputs(0)};
 
 Tensor rdiv(const Scalar& a, const Tensor& b) {
   check_arithmetic(kRdiv, b);
@@ -291,7 +300,7 @@ Tensor rdiv(const Scalar& a, const Tensor& b) {
 
 // ---- floor_divide, remainder --------------------------------------------------------------------
 
-const Op kFloorDivide{.name = "floor_divide", .takes_numbers = true};
+const Op kFloorDivide{.name = "floor_divide", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor floor_divide(const Tensor& a, const Tensor& b) {
   check_arithmetic(kFloorDivide, a, b);
@@ -309,7 +318,10 @@ Tensor floor_divide(const Tensor& a, const Scalar& b) {
                             [b](Inputs in) { return kernels::binary<fn::FloorDivide>(in[0], b); });
 }
 
-const Op kRemainder{.name = "remainder", .takes_numbers = true, .reads = {inputs(), inputs(0, 1)}};
+const Op kRemainder{.name = "remainder",
+                    .marks = MarkRule::kPointwise,
+                    .takes_numbers = true,
+                    .reads = {inputs(), inputs(0, 1)}};
 
 Tensor remainder(const Tensor& a, const Tensor& b) {
   check_arithmetic(kRemainder, a, b);
@@ -334,7 +346,10 @@ Tensor remainder(const Tensor& a, const Scalar& b) {
 
 // ---- fmod ---------------------------------------------------------------------------------------
 
-const Op kFmod{.name = "fmod", .takes_numbers = true, .reads = {inputs(), inputs(0, 1)}};
+const Op kFmod{.name = "fmod",
+               .marks = MarkRule::kPointwise,
+               .takes_numbers = true,
+               .reads = {inputs(), inputs(0, 1)}};
 
 namespace {
 
@@ -372,6 +387,7 @@ Tensor fmod(const Tensor& a, const Scalar& b) {
 // ---- atan2 --------------------------------------------------------------------------------------
 
 const Op kAtan2{.name = "atan2",
+                .marks = MarkRule::kPointwise,
                 .takes_numbers = true,
                 .reads = {inputs(0, 1), inputs(0, 1)},
                 .flops_per_element = 40};
@@ -406,13 +422,17 @@ Tensor atan2(const Tensor& a, const Tensor& b) {
 // ---- pow ----------------------------------------------------------------------------------------
 
 const Op kPow{.name = "pow",
+              .marks = MarkRule::kPointwise,
               .autocast = Autocast::kFloat32,
               .takes_numbers = true,
               .reads = {inputs(0, 1), inputs(0, 1)},
               .reads_outputs = outputs(0),
               .flops_per_element = 30};
-const Op kPowScalar{
-    .name = "pow", .autocast = Autocast::kFloat32, .reads = {inputs(0)}, .flops_per_element = 30};
+const Op kPowScalar{.name = "pow",
+                    .marks = MarkRule::kPointwise,
+                    .autocast = Autocast::kFloat32,
+                    .reads = {inputs(0)},
+                    .flops_per_element = 30};
 
 namespace {
 
@@ -499,6 +519,7 @@ const Tensor& pow_(const Tensor& a, const Scalar& b) {
 }
 
 const Op kPowOfScalar{.name = "pow",
+                      .marks = MarkRule::kPointwise,
                       .autocast = Autocast::kFloat32,
                       .reads = {inputs(0)},
                       .reads_outputs = outputs(0),
@@ -518,8 +539,14 @@ Tensor pow(const Scalar& a, const Tensor& b) {
 
 // ---- maximum, minimum ---------------------------------------------------------------------------
 
-const Op kMaximum{.name = "maximum", .takes_numbers = true, .reads = {inputs(0, 1), inputs(0, 1)}};
-const Op kMinimum{.name = "minimum", .takes_numbers = true, .reads = {inputs(0, 1), inputs(0, 1)}};
+const Op kMaximum{.name = "maximum",
+                  .marks = MarkRule::kPointwise,
+                  .takes_numbers = true,
+                  .reads = {inputs(0, 1), inputs(0, 1)}};
+const Op kMinimum{.name = "minimum",
+                  .marks = MarkRule::kPointwise,
+                  .takes_numbers = true,
+                  .reads = {inputs(0, 1), inputs(0, 1)}};
 
 namespace {
 

@@ -16,6 +16,7 @@ namespace tessera {
 // ---- scaled_dot_product_attention ---------------------------------------------------------------
 
 const Op kAttention{.name = "scaled_dot_product_attention",
+                    .marks = MarkRule::kSpecial,
                     .autocast = Autocast::kLow,
                     .reads = {inputs(0, 1, 2)},
                     .reads_outputs = outputs(0),
@@ -157,7 +158,7 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
     spec.mask = raw::expand(spec.mask, {query.size(0), query.size(1), query.size(2), key.size(2)});
   }
   return differentiable(
-      kAttention, {query, key, value},
+      drawing(kAttention, spec.dropout > 0), {query, key, value},
       [&spec](Inputs in, Extras& extras) {
         check_dtypes(kAttention, in[0], in[1], in[2]);
         const auto [output, log_sums] = kernels::attention(in[0], in[1], in[2], spec);
@@ -184,6 +185,7 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
 
 const Op kPackedAttention{
     .name = "packed_attention",
+    .marks = MarkRule::kSpecial,
     .autocast = Autocast::kLow,
     .reads = {inputs(0)},
     .reads_outputs = outputs(0),
@@ -214,7 +216,7 @@ Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
   check_lengths(kPackedAttention, options.lengths, packed, packed.size(1));
   const kernels::AttentionSpec spec = spec_of(options, packed.size(4));
   return differentiable(
-      kPackedAttention, {packed},
+      drawing(kPackedAttention, spec.dropout > 0), {packed},
       [&spec](Inputs in, Extras& extras) {
         const Tensor q = part_of(in[0], 0), k = part_of(in[0], 1), v = part_of(in[0], 2);
         check_dtypes(kPackedAttention, q, k, v);

@@ -9,6 +9,7 @@
 namespace tessera {
 
 const Op kCdist{.name = "cdist",
+                .marks = MarkRule::kAlongDims,
                 .autocast = Autocast::kFloat32,
                 .reads = {inputs(0, 1), inputs(0, 1)},
                 .reads_outputs = outputs(0),

@@ -10,8 +10,10 @@ namespace tessera {
 
 // ---- conv2d, conv1d -----------------------------------------------------------------------------
 
-const Op kConv2d{
-    .name = "conv2d", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0), inputs()}};
+const Op kConv2d{.name = "conv2d",
+                 .marks = MarkRule::kAlongDims,
+                 .autocast = Autocast::kLow,
+                 .reads = {inputs(1), inputs(0), inputs()}};
 
 namespace {
 
@@ -206,6 +208,7 @@ Tensor conv3d(const Tensor& x, const Tensor& weight, const Tensor& bias,
 // ---- conv_transpose2d, conv_transpose1d ---------------------------------------------------------
 
 const Op kConvTranspose2d{.name = "conv_transpose2d",
+                          .marks = MarkRule::kAlongDims,
                           .autocast = Autocast::kLow,
                           .reads = {inputs(1), inputs(0), inputs()}};
 
@@ -281,7 +284,8 @@ Tensor conv_transpose1d(const Tensor& x, const Tensor& weight, const Tensor& bia
 
 // ---- max_pool2d ---------------------------------------------------------------------------------
 
-const Op kMaxPool2d{.name = "max_pool2d", .reads_outputs = outputs(1)};
+const Op kMaxPool2d{
+    .name = "max_pool2d", .marks = MarkRule::kAlongDims, .reads_outputs = outputs(1)};
 
 namespace {
 
@@ -381,9 +385,9 @@ Tensor max_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride
 
 // ---- avg_pool2d, adaptive_avg_pool2d, interpolate: linear maps over windows ---------------------
 
-const Op kAvgPool2d{.name = "avg_pool2d"};
-const Op kAdaptiveAvgPool2d{.name = "adaptive_avg_pool2d"};
-const Op kInterpolate{.name = "interpolate"};
+const Op kAvgPool2d{.name = "avg_pool2d", .marks = MarkRule::kAlongDims};
+const Op kAdaptiveAvgPool2d{.name = "adaptive_avg_pool2d", .marks = MarkRule::kAlongDims};
+const Op kInterpolate{.name = "interpolate", .marks = MarkRule::kAlongDims};
 
 namespace {
 

@@ -7,13 +7,14 @@
 
 namespace tessera {
 
-const Op kTo{.name = "to", .flops_per_element = 0};
+const Op kTo{.name = "to", .marks = MarkRule::kLinear, .flops_per_element = 0};
 
 Tensor to(const Tensor& x, DType dtype) {
   check_defined(kTo, "x", x);
   if (x.dtype() == dtype) return x;
   return differentiable(
-      kTo, {x}, [dtype](Inputs in) { return kernels::convert(in[0], dtype); },
+      affine(kTo, !is_floating(dtype)), {x},
+      [dtype](Inputs in) { return kernels::convert(in[0], dtype); },
       [](Grads dy, const Saved& s) { return to(dy[0], s.input_dtype(0)); });
 }
 
@@ -33,7 +34,7 @@ Tensor to(const Tensor& x, const Device& device) {
       [device = x.device()](Grads dy, const Saved&) { return to(dy[0], device); });
 }
 
-const Op kClone{.name = "clone", .flops_per_element = 0};
+const Op kClone{.name = "clone", .marks = MarkRule::kLinear, .flops_per_element = 0};
 
 Tensor clone(const Tensor& x) {
   check_defined(kClone, "x", x);
@@ -42,7 +43,7 @@ Tensor clone(const Tensor& x) {
       [](Grads dy, const Saved&) { return dy[0]; });
 }
 
-const Op kContiguous{.name = "contiguous", .flops_per_element = 0};
+const Op kContiguous{.name = "contiguous", .marks = MarkRule::kLinear, .flops_per_element = 0};
 
 Tensor contiguous(const Tensor& x) {
   check_defined(kContiguous, "x", x);
@@ -52,7 +53,7 @@ Tensor contiguous(const Tensor& x) {
       [](Grads dy, const Saved&) { return dy[0]; });
 }
 
-const Op kCopy{.name = "copy_", .flops_per_element = 0};
+const Op kCopy{.name = "copy_", .marks = MarkRule::kLinear, .flops_per_element = 0};
 
 const Tensor& copy_(const Tensor& target, const Tensor& source) {
   check_defined(kCopy, "target", target);
@@ -73,7 +74,7 @@ const Tensor& copy_(const Tensor& target, const Tensor& source) {
   return target;
 }
 
-const Op kFill{.name = "fill_", .flops_per_element = 0};
+const Op kFill{.name = "fill_", .marks = MarkRule::kPointwise, .flops_per_element = 0};
 
 const Tensor& fill_(const Tensor& x, const Scalar& value) {
   check_defined(kFill, "x", x);

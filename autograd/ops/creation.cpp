@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/mark_rules.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -21,6 +22,18 @@ void check_random_dtype(DType dtype, std::string_view where) {
                  dtype, "; convert the result with to(dtype)");
 }
 
+// For marks alone, of tensors that are made as another one lies.
+const Op kFullLike{.name = "full_like", .marks = MarkRule::kPointwise, .flops_per_element = 0};
+const Op kRandLike{.name = "rand_like", .marks = MarkRule::kPointwise, .flops_per_element = 0};
+
+Tensor marked_as(const Tensor& x, const Tensor& result, const OpCall& call) {
+  if (x.impl()->marks != 0) [[unlikely]] {
+    const MarkRules* rules = Context::current().slot<MarkRulesSlot>().rules;
+    if (rules != nullptr) result.impl()->marks = rules->of_results(call, {&x, 1});
+  }
+  return result;
+}
+
 }  // namespace
 
 Tensor empty(const Shape& shape, const TensorOptions& options) {
@@ -36,11 +49,11 @@ Tensor full(const Shape& shape, const Scalar& value, const TensorOptions& option
 Tensor empty_like(const Tensor& x) { return empty_like(x, x.dtype()); }
 Tensor empty_like(const Tensor& x, DType dtype) {
   check_whole(x, "empty_like");
-  return raw::empty_like(x, dtype);
+  return marked_as(x, raw::empty_like(x, dtype), kFullLike);
 }
 Tensor zeros_like(const Tensor& x) {
   check_whole(x, "zeros_like");
-  return raw::zeros_like(x);
+  return marked_as(x, raw::zeros_like(x), kFullLike);
 }
 Tensor zeros_like(const Tensor& x, DType dtype) {
   const Tensor result = empty_like(x, dtype);
@@ -52,17 +65,17 @@ Tensor ones_like(const Tensor& x, DType dtype) { return full_like(x, 1, dtype); 
 Tensor full_like(const Tensor& x, const Scalar& value) { return full_like(x, value, x.dtype()); }
 Tensor full_like(const Tensor& x, const Scalar& value, DType dtype) {
   check_whole(x, "full_like");
-  return raw::full(x.shape(), value, dtype, x.device());
+  return marked_as(x, raw::full(x.shape(), value, dtype, x.device()), kFullLike);
 }
 Tensor rand_like(const Tensor& x) { return rand_like(x, x.dtype()); }
 Tensor rand_like(const Tensor& x, DType dtype) {
   check_whole(x, "rand_like");
-  return rand(x.shape(), {dtype, x.device()});
+  return marked_as(x, rand(x.shape(), {dtype, x.device()}), drawing(kRandLike));
 }
 Tensor randn_like(const Tensor& x) { return randn_like(x, x.dtype()); }
 Tensor randn_like(const Tensor& x, DType dtype) {
   check_whole(x, "randn_like");
-  return randn(x.shape(), {dtype, x.device()});
+  return marked_as(x, randn(x.shape(), {dtype, x.device()}), drawing(kRandLike));
 }
 
 Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step,

@@ -18,7 +18,7 @@ Tensor zero_gradient(Grads dy, const Saved&) { return zeros_like(dy[0]); }
 
 }  // namespace
 
-const Op kNeg{.name = "neg"};
+const Op kNeg{.name = "neg", .marks = MarkRule::kLinear};
 
 Tensor neg(const Tensor& x) {
   check_arithmetic(kNeg, x);
@@ -27,7 +27,7 @@ Tensor neg(const Tensor& x) {
                         [](Grads dy, const Saved&) { return neg(dy[0]); });
 }
 
-const Op kAbs{.name = "abs", .reads = {inputs(0)}};
+const Op kAbs{.name = "abs", .marks = MarkRule::kPointwise, .reads = {inputs(0)}};
 
 Tensor abs(const Tensor& x) {
   check_arithmetic(kAbs, x);
@@ -38,14 +38,14 @@ Tensor abs(const Tensor& x) {
   });
 }
 
-const Op kSign{.name = "sign"};
+const Op kSign{.name = "sign", .marks = MarkRule::kPointwise};
 
 Tensor sign(const Tensor& x) {
   check_arithmetic(kSign, x);
   return differentiable(kSign, {x}, apply<fn::Sign>, zero_gradient);
 }
 
-const Op kFloor{.name = "floor"};
+const Op kFloor{.name = "floor", .marks = MarkRule::kPointwise};
 
 Tensor floor(const Tensor& x) {
   check_arithmetic(kFloor, x);
@@ -53,7 +53,7 @@ Tensor floor(const Tensor& x) {
   return differentiable(kFloor, {x}, apply_rounding<fn::Floor>, zero_gradient);
 }
 
-const Op kCeil{.name = "ceil"};
+const Op kCeil{.name = "ceil", .marks = MarkRule::kPointwise};
 
 Tensor ceil(const Tensor& x) {
   check_arithmetic(kCeil, x);
@@ -61,7 +61,7 @@ Tensor ceil(const Tensor& x) {
   return differentiable(kCeil, {x}, apply_rounding<fn::Ceil>, zero_gradient);
 }
 
-const Op kRound{.name = "round"};
+const Op kRound{.name = "round", .marks = MarkRule::kPointwise};
 
 Tensor round(const Tensor& x) {
   check_arithmetic(kRound, x);
@@ -69,7 +69,7 @@ Tensor round(const Tensor& x) {
   return differentiable(kRound, {x}, apply_rounding<fn::Round>, zero_gradient);
 }
 
-const Op kTrunc{.name = "trunc"};
+const Op kTrunc{.name = "trunc", .marks = MarkRule::kPointwise};
 
 Tensor trunc(const Tensor& x) {
   check_arithmetic(kTrunc, x);
@@ -77,7 +77,7 @@ Tensor trunc(const Tensor& x) {
   return differentiable(kTrunc, {x}, apply_rounding<fn::Trunc>, zero_gradient);
 }
 
-const Op kSquare{.name = "square", .reads = {inputs(0)}};
+const Op kSquare{.name = "square", .marks = MarkRule::kPointwise, .reads = {inputs(0)}};
 
 Tensor square(const Tensor& x) {
   check_arithmetic(kSquare, x);
@@ -87,6 +87,7 @@ Tensor square(const Tensor& x) {
 }
 
 const Op kExp{.name = "exp",
+              .marks = MarkRule::kPointwise,
               .autocast = Autocast::kFloat32,
               .reads_outputs = outputs(0),
               .flops_per_element = 12};
@@ -98,6 +99,7 @@ Tensor exp(const Tensor& x) {
 }
 
 const Op kExpm1{.name = "expm1",
+                .marks = MarkRule::kPointwise,
                 .autocast = Autocast::kFloat32,
                 .reads_outputs = outputs(0),
                 .flops_per_element = 14};
@@ -110,8 +112,11 @@ Tensor expm1(const Tensor& x) {
   });
 }
 
-const Op kLog{
-    .name = "log", .autocast = Autocast::kFloat32, .reads = {inputs(0)}, .flops_per_element = 14};
+const Op kLog{.name = "log",
+              .marks = MarkRule::kPointwise,
+              .autocast = Autocast::kFloat32,
+              .reads = {inputs(0)},
+              .flops_per_element = 14};
 
 Tensor log(const Tensor& x) {
   check_arithmetic(kLog, x);
@@ -119,8 +124,11 @@ Tensor log(const Tensor& x) {
                         [](Grads dy, const Saved& s) { return div(dy[0], s.input(0)); });
 }
 
-const Op kLog2{
-    .name = "log2", .autocast = Autocast::kFloat32, .reads = {inputs(0)}, .flops_per_element = 14};
+const Op kLog2{.name = "log2",
+               .marks = MarkRule::kPointwise,
+               .autocast = Autocast::kFloat32,
+               .reads = {inputs(0)},
+               .flops_per_element = 14};
 
 Tensor log2(const Tensor& x) {
   check_arithmetic(kLog2, x);
@@ -129,8 +137,11 @@ Tensor log2(const Tensor& x) {
   });
 }
 
-const Op kLog10{
-    .name = "log10", .autocast = Autocast::kFloat32, .reads = {inputs(0)}, .flops_per_element = 14};
+const Op kLog10{.name = "log10",
+                .marks = MarkRule::kPointwise,
+                .autocast = Autocast::kFloat32,
+                .reads = {inputs(0)},
+                .flops_per_element = 14};
 
 Tensor log10(const Tensor& x) {
   check_arithmetic(kLog10, x);
@@ -139,8 +150,11 @@ Tensor log10(const Tensor& x) {
   });
 }
 
-const Op kLog1p{
-    .name = "log1p", .autocast = Autocast::kFloat32, .reads = {inputs(0)}, .flops_per_element = 16};
+const Op kLog1p{.name = "log1p",
+                .marks = MarkRule::kPointwise,
+                .autocast = Autocast::kFloat32,
+                .reads = {inputs(0)},
+                .flops_per_element = 16};
 
 Tensor log1p(const Tensor& x) {
   check_arithmetic(kLog1p, x);
@@ -150,7 +164,7 @@ Tensor log1p(const Tensor& x) {
   });
 }
 
-const Op kSqrt{.name = "sqrt", .reads_outputs = outputs(0)};
+const Op kSqrt{.name = "sqrt", .marks = MarkRule::kPointwise, .reads_outputs = outputs(0)};
 
 Tensor sqrt(const Tensor& x) {
   check_arithmetic(kSqrt, x);
@@ -161,6 +175,7 @@ Tensor sqrt(const Tensor& x) {
 }
 
 const Op kRsqrt{.name = "rsqrt",
+                .marks = MarkRule::kPointwise,
                 .autocast = Autocast::kFloat32,
                 .reads_outputs = outputs(0),
                 .flops_per_element = 2};
@@ -174,8 +189,10 @@ Tensor rsqrt(const Tensor& x) {
   });
 }
 
-const Op kReciprocal{
-    .name = "reciprocal", .autocast = Autocast::kFloat32, .reads_outputs = outputs(0)};
+const Op kReciprocal{.name = "reciprocal",
+                     .marks = MarkRule::kPointwise,
+                     .autocast = Autocast::kFloat32,
+                     .reads_outputs = outputs(0)};
 
 Tensor reciprocal(const Tensor& x) {
   check_arithmetic(kReciprocal, x);
@@ -186,7 +203,8 @@ Tensor reciprocal(const Tensor& x) {
       });
 }
 
-const Op kSin{.name = "sin", .reads = {inputs(0)}, .flops_per_element = 20};
+const Op kSin{
+    .name = "sin", .marks = MarkRule::kPointwise, .reads = {inputs(0)}, .flops_per_element = 20};
 
 Tensor sin(const Tensor& x) {
   check_arithmetic(kSin, x);
@@ -196,7 +214,8 @@ Tensor sin(const Tensor& x) {
   });
 }
 
-const Op kCos{.name = "cos", .reads = {inputs(0)}, .flops_per_element = 20};
+const Op kCos{
+    .name = "cos", .marks = MarkRule::kPointwise, .reads = {inputs(0)}, .flops_per_element = 20};
 
 Tensor cos(const Tensor& x) {
   check_arithmetic(kCos, x);
@@ -207,6 +226,7 @@ Tensor cos(const Tensor& x) {
 }
 
 const Op kTan{.name = "tan",
+              .marks = MarkRule::kPointwise,
               .autocast = Autocast::kFloat32,
               .reads_outputs = outputs(0),
               .flops_per_element = 40};
@@ -219,7 +239,10 @@ Tensor tan(const Tensor& x) {
   });
 }
 
-const Op kTanh{.name = "tanh", .reads_outputs = outputs(0), .flops_per_element = 16};
+const Op kTanh{.name = "tanh",
+               .marks = MarkRule::kPointwise,
+               .reads_outputs = outputs(0),
+               .flops_per_element = 16};
 
 Tensor tanh(const Tensor& x) {
   check_arithmetic(kTanh, x);
@@ -229,7 +252,10 @@ Tensor tanh(const Tensor& x) {
   });
 }
 
-const Op kSigmoid{.name = "sigmoid", .reads_outputs = outputs(0), .flops_per_element = 14};
+const Op kSigmoid{.name = "sigmoid",
+                  .marks = MarkRule::kPointwise,
+                  .reads_outputs = outputs(0),
+                  .flops_per_element = 14};
 
 Tensor sigmoid(const Tensor& x) {
   check_arithmetic(kSigmoid, x);
@@ -239,7 +265,8 @@ Tensor sigmoid(const Tensor& x) {
   });
 }
 
-const Op kErf{.name = "erf", .reads = {inputs(0)}, .flops_per_element = 30};
+const Op kErf{
+    .name = "erf", .marks = MarkRule::kPointwise, .reads = {inputs(0)}, .flops_per_element = 30};
 
 Tensor erf(const Tensor& x) {
   check_arithmetic(kErf, x);
@@ -251,6 +278,7 @@ Tensor erf(const Tensor& x) {
 }
 
 const Op kErfinv{.name = "erfinv",
+                 .marks = MarkRule::kPointwise,
                  .autocast = Autocast::kFloat32,
                  .reads = {inputs(0)},
                  .flops_per_element = 50};
@@ -264,7 +292,8 @@ Tensor erfinv(const Tensor& x) {
   });
 }
 
-const Op kLgamma{.name = "lgamma", .reads = {inputs(0)}, .flops_per_element = 50};
+const Op kLgamma{
+    .name = "lgamma", .marks = MarkRule::kPointwise, .reads = {inputs(0)}, .flops_per_element = 50};
 
 Tensor lgamma(const Tensor& x) {
   check_arithmetic(kLgamma, x);
@@ -274,8 +303,14 @@ Tensor lgamma(const Tensor& x) {
   });
 }
 
-const Op kDigamma{.name = "digamma", .reads = {inputs(0)}, .flops_per_element = 60};
-const Op kPolygamma{.name = "polygamma", .reads = {inputs(0)}, .flops_per_element = 200};
+const Op kDigamma{.name = "digamma",
+                  .marks = MarkRule::kPointwise,
+                  .reads = {inputs(0)},
+                  .flops_per_element = 60};
+const Op kPolygamma{.name = "polygamma",
+                    .marks = MarkRule::kPointwise,
+                    .reads = {inputs(0)},
+                    .flops_per_element = 200};
 
 namespace {
 
@@ -312,7 +347,7 @@ Tensor polygamma(int64_t n, const Tensor& x) {
       [n](Grads dy, const Saved& s) { return polygamma_gradient(dy[0], s.input(0), n); });
 }
 
-const Op kClamp{.name = "clamp", .reads = {inputs(0)}};
+const Op kClamp{.name = "clamp", .marks = MarkRule::kPointwise, .reads = {inputs(0)}};
 
 namespace {
 
@@ -402,7 +437,7 @@ Tensor clamp(const Tensor& x, const Tensor& min, const Tensor& max) {
   return max.defined() ? minimum(raised, max) : raised;
 }
 
-const Op kNanToNum{.name = "nan_to_num", .reads = {inputs(0)}};
+const Op kNanToNum{.name = "nan_to_num", .marks = MarkRule::kPointwise, .reads = {inputs(0)}};
 
 Tensor nan_to_num(const Tensor& x, double nan, std::optional<double> posinf,
                   std::optional<double> neginf) {
@@ -423,35 +458,35 @@ Tensor nan_to_num(const Tensor& x, double nan, std::optional<double> posinf,
       });
 }
 
-const Op kIsnan{.name = "isnan"};
+const Op kIsnan{.name = "isnan", .marks = MarkRule::kPointwise};
 
 Tensor isnan(const Tensor& x) {
   check_arithmetic(kIsnan, x);
   return not_differentiable(kIsnan, {x}, apply_floating<fn::IsNan>);
 }
 
-const Op kIsinf{.name = "isinf"};
+const Op kIsinf{.name = "isinf", .marks = MarkRule::kPointwise};
 
 Tensor isinf(const Tensor& x) {
   check_arithmetic(kIsinf, x);
   return not_differentiable(kIsinf, {x}, apply_floating<fn::IsInf>);
 }
 
-const Op kIsfinite{.name = "isfinite"};
+const Op kIsfinite{.name = "isfinite", .marks = MarkRule::kPointwise};
 
 Tensor isfinite(const Tensor& x) {
   check_arithmetic(kIsfinite, x);
   return not_differentiable(kIsfinite, {x}, apply_floating<fn::IsFinite>);
 }
 
-const Op kLogicalNot{.name = "logical_not"};
+const Op kLogicalNot{.name = "logical_not", .marks = MarkRule::kPointwise};
 
 Tensor logical_not(const Tensor& x) {
   check_arithmetic(kLogicalNot, x);
   return not_differentiable(kLogicalNot, {x}, apply<fn::LogicalNot>);
 }
 
-const Op kBitwiseNot{.name = "bitwise_not"};
+const Op kBitwiseNot{.name = "bitwise_not", .marks = MarkRule::kPointwise};
 
 Tensor bitwise_not(const Tensor& x) {
   check_integers(kBitwiseNot, x);

@@ -61,7 +61,10 @@ static int64_t padding_row(const Op& op, const Tensor& weight, std::optional<int
   return padding;
 }
 
-const Op kEmbedding{.name = "embedding", .reads = {inputs(), inputs(0)}, .flops_per_element = 0};
+const Op kEmbedding{.name = "embedding",
+                    .marks = MarkRule::kSpecial,
+                    .reads = {inputs(), inputs(0)},
+                    .flops_per_element = 0};
 
 Tensor embedding(const Tensor& index, const Tensor& weight, std::optional<int64_t> padding_idx) {
   check_embedding(kEmbedding, index, weight);
@@ -73,8 +76,10 @@ Tensor embedding(const Tensor& index, const Tensor& weight, std::optional<int64_
       });
 }
 
-const Op kEmbeddingAdd{
-    .name = "embedding_add", .reads = {inputs(), inputs(0), inputs()}, .flops_per_element = 1};
+const Op kEmbeddingAdd{.name = "embedding_add",
+                       .marks = MarkRule::kSpecial,
+                       .reads = {inputs(), inputs(0), inputs()},
+                       .flops_per_element = 1};
 
 Tensor embedding_add(const Tensor& index, const Tensor& weight, const Tensor& other,
                      std::optional<int64_t> padding_idx) {
@@ -200,6 +205,7 @@ Tensor embedding_bag(const Tensor& index, const Tensor& weight, const Tensor& of
 // ---- rotary_embedding ---------------------------------------------------------------------------
 
 const Op kRotaryEmbedding{.name = "rotary_embedding",
+                          .marks = MarkRule::kAlongDims,
                           .reads = {inputs(1, 2), inputs(0), inputs(0)},
                           .flops_per_element = 3};
 
@@ -207,7 +213,7 @@ const Op kRotaryEmbedding{.name = "rotary_embedding",
 static Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved,
                      bool inverse) {
   return differentiable(
-      kRotaryEmbedding, {x, cos, sin},
+      along(kRotaryEmbedding, -1), {x, cos, sin},
       [=](Inputs in) { return kernels::rotary(in[0], in[1], in[2], interleaved, inverse); },
       [=](Grads dy, const Saved& s) -> TensorList {
         TensorList grads(3);

@@ -32,7 +32,10 @@ Tensor columns(const Tensor& x) { return unsqueeze(x, -1); }  // scales rows
 
 // ---- qr -----------------------------------------------------------------------------------------
 
-const Op kQr{.name = "linalg_qr", .autocast = Autocast::kFloat32, .reads_outputs = outputs(0, 1)};
+const Op kQr{.name = "linalg_qr",
+             .marks = MarkRule::kAlongDims,
+             .autocast = Autocast::kFloat32,
+             .reads_outputs = outputs(0, 1)};
 
 namespace {
 
@@ -82,8 +85,10 @@ Qr qr(const Tensor& a, QrMode mode) {
 
 // ---- svd ----------------------------------------------------------------------------------------
 
-const Op kSvd{
-    .name = "linalg_svd", .autocast = Autocast::kFloat32, .reads_outputs = outputs(0, 1, 2)};
+const Op kSvd{.name = "linalg_svd",
+              .marks = MarkRule::kAlongDims,
+              .autocast = Autocast::kFloat32,
+              .reads_outputs = outputs(0, 1, 2)};
 
 // Backward (Townsend, "Differentiating the singular value decomposition", 2016): U M V^T with
 // M = (skew(U^T dU) / E) S + S (skew(V^T dV) / E) + diag(dS), E_ij = s_j^2 - s_i^2, and for more
@@ -131,8 +136,10 @@ Svd svd(const Tensor& a, bool full_matrices) {
 
 // ---- eigh ---------------------------------------------------------------------------------------
 
-const Op kEigh{
-    .name = "linalg_eigh", .autocast = Autocast::kFloat32, .reads_outputs = outputs(0, 1)};
+const Op kEigh{.name = "linalg_eigh",
+               .marks = MarkRule::kAlongDims,
+               .autocast = Autocast::kFloat32,
+               .reads_outputs = outputs(0, 1)};
 
 // Backward: V (diag(dL) + skew(V^T dV) / 2 E) V^T, E_ij = l_j - l_i (Giles, "An extended collection
 // of matrix derivative results", 2008).
@@ -160,6 +167,7 @@ Eigh eigh(const Tensor& a, Triangle triangle) {
 // ---- pinv ---------------------------------------------------------------------------------------
 
 const Op kPinv{.name = "linalg_pinv",
+               .marks = MarkRule::kAlongDims,
                .autocast = Autocast::kFloat32,
                .reads = {inputs(0)},
                .reads_outputs = outputs(0)};
@@ -227,6 +235,7 @@ Tensor pinv(const Tensor& a, std::optional<double> atol, std::optional<double> r
 // ---- lstsq --------------------------------------------------------------------------------------
 
 const Op kLstsq{.name = "linalg_lstsq",
+                .marks = MarkRule::kAlongDims,
                 .autocast = Autocast::kFloat32,
                 .reads = {inputs(0, 1), inputs(0, 1)},
                 .reads_outputs = outputs(0)};

@@ -17,6 +17,7 @@ namespace tessera {
 // ---- linear_gelu --------------------------------------------------------------------------------
 
 const Op kLinearGelu{.name = "linear_gelu",
+                     .marks = MarkRule::kSpecial,
                      .autocast = Autocast::kLow,
                      .reads = {inputs(1, 2), inputs(0, 1, 2), inputs()},
                      .composed = "gelu(linear(x, weight, bias))"};
@@ -118,6 +119,7 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
 
 const Op kLinearGeluLinear{
     .name = "linear_gelu_linear",
+    .marks = MarkRule::kSpecial,
     .autocast = Autocast::kLow,
     .reads = {inputs(1, 2, 3, 4), inputs(0, 1, 2, 3, 4), inputs(3), inputs()},
     .bias = 4,
@@ -227,6 +229,7 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
 // ---- linear_cross_entropy -----------------------------------------------------------------------
 
 const Op kLinearCrossEntropy{.name = "linear_cross_entropy",
+                             .marks = MarkRule::kAlongDims,
                              .autocast = Autocast::kLow,
                              .twice_differentiable = false,
                              .composed =

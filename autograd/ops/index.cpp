@@ -60,7 +60,8 @@ Tensor fitted_source(const Tensor& x, const Tensor& index, const Tensor& source,
 
 // ---- Rows ---------------------------------------------------------------------------------------
 
-const Op kIndexAdd{.name = "index_add", .reads = {inputs(), inputs(), inputs(1)}};
+const Op kIndexAdd{
+    .name = "index_add", .marks = MarkRule::kAlongDims, .reads = {inputs(), inputs(), inputs(1)}};
 
 // x may be absent: then zeros of `shape`.
 static Tensor add_at(const Tensor& x, const Shape& shape, int dim, const Tensor& index,
@@ -84,7 +85,10 @@ static Tensor add_at(const Tensor& x, const Shape& shape, int dim, const Tensor&
       });
 }
 
-const Op kIndexSelect{.name = "index_select", .reads = {inputs(1)}, .flops_per_element = 0};
+const Op kIndexSelect{.name = "index_select",
+                      .marks = MarkRule::kAlongDims,
+                      .reads = {inputs(1)},
+                      .flops_per_element = 0};
 
 Tensor index_select(const Tensor& x, int64_t dim, const Tensor& index) {
   check_defined(kIndexSelect, "x", x);
@@ -139,7 +143,8 @@ Tensor index_fill(const Tensor& x, int64_t dim, const Tensor& index, const Scala
 
 // ---- Elements along a dimension -----------------------------------------------------------------
 
-const Op kScatterAdd{.name = "scatter_add", .reads = {inputs(), inputs(), inputs(1)}};
+const Op kScatterAdd{
+    .name = "scatter_add", .marks = MarkRule::kAlongDims, .reads = {inputs(), inputs(), inputs(1)}};
 
 static Tensor scatter_add_at(const Tensor& x, const Shape& shape, int dim, const Tensor& index,
                              const Tensor& source) {
@@ -156,7 +161,8 @@ static Tensor scatter_add_at(const Tensor& x, const Shape& shape, int dim, const
       });
 }
 
-const Op kGather{.name = "gather", .reads = {inputs(1)}, .flops_per_element = 0};
+const Op kGather{
+    .name = "gather", .marks = MarkRule::kAlongDims, .reads = {inputs(1)}, .flops_per_element = 0};
 
 Tensor gather(const Tensor& x, int64_t dim, const Tensor& index) {
   check_defined(kGather, "x", x);
@@ -169,14 +175,16 @@ Tensor gather(const Tensor& x, int64_t dim, const Tensor& index) {
     if (x.dim() == 0) return gather(list, 0, index);
   }
   return differentiable(
-      kGather, {x, index}, [=](Inputs in) { return kernels::gather(in[0], d, in[1]); },
+      along(kGather, d), {x, index}, [=](Inputs in) { return kernels::gather(in[0], d, in[1]); },
       [=](Grads dy, const Saved& s) -> TensorList {
         return {scatter_add_at({}, s.input_shape(0), d, s.input(1), dy[0]), Tensor()};
       });
 }
 
-const Op kScatter{
-    .name = "scatter", .reads = {inputs(1), inputs(), inputs(1)}, .flops_per_element = 0};
+const Op kScatter{.name = "scatter",
+                  .marks = MarkRule::kAlongDims,
+                  .reads = {inputs(1), inputs(), inputs(1)},
+                  .flops_per_element = 0};
 
 static Tensor scatter_value(const Tensor& x, int dim, const Tensor& index, const Scalar& value) {
   return differentiable(
@@ -232,6 +240,7 @@ Tensor scatter_add(const Tensor& x, int64_t dim, const Tensor& index, const Tens
 // ---- scatter_reduce -----------------------------------------------------------------------------
 
 const Op kScatterReduce{.name = "scatter_reduce",
+                        .marks = MarkRule::kAlongDims,
                         .reads = {inputs(0, 1, 2), inputs(), inputs(0, 1, 2)},
                         .reads_outputs = outputs(0)};
 
@@ -469,7 +478,8 @@ Tensor unplanned(const Tensor& rows, const IndexPlan& plan) {
 
 }  // namespace
 
-const Op kIndexPut{.name = "index_put", .reads = {inputs(1), inputs(), inputs(1)}};
+const Op kIndexPut{
+    .name = "index_put", .marks = MarkRule::kAlongDims, .reads = {inputs(1), inputs(), inputs(1)}};
 static Tensor take_at(const Tensor& x, const IndexPlan& plan, const Tensor& positions);
 
 static Tensor put_at(const Tensor& x, const IndexPlan& plan, const Tensor& positions,
@@ -500,7 +510,8 @@ static Tensor put_at(const Tensor& x, const IndexPlan& plan, const Tensor& posit
       [=](Grads dy, const Saved& s) { return put_backward(plan, accumulate, dy[0], s); });
 }
 
-const Op kIndex{.name = "index", .reads = {inputs(1)}, .flops_per_element = 0};
+const Op kIndex{
+    .name = "index", .marks = MarkRule::kAlongDims, .reads = {inputs(1)}, .flops_per_element = 0};
 
 static Tensor take_at(const Tensor& x, const IndexPlan& plan, const Tensor& positions) {
   return differentiable(
@@ -569,32 +580,32 @@ Tensor masked_select(const Tensor& x, const Tensor& mask) {
   return index(expand(x, shape), {raw::expand(mask, shape)});
 }
 
-const Op kNonzero{.name = "nonzero"};
+const Op kNonzero{.name = "nonzero", .marks = MarkRule::kAlongDims};
 
 Tensor nonzero(const Tensor& x) {
   check_defined(kNonzero, "x", x);
   return not_differentiable(kNonzero, {x}, [](Inputs in) { return kernels::nonzero(in[0]); });
 }
 
-const Op kTril{.name = "tril", .flops_per_element = 0};
+const Op kTril{.name = "tril", .marks = MarkRule::kMovement, .flops_per_element = 0};
 
 Tensor tril(const Tensor& x, int64_t diagonal) {
   check_defined(kTril, "x", x);
   return differentiable(
-      kTril, {x}, [=](Inputs in) { return kernels::tril(in[0], diagonal); },
+      along(kTril, Shape{-2, -1}), {x}, [=](Inputs in) { return kernels::tril(in[0], diagonal); },
       [=](Grads dy, const Saved&) { return tril(dy[0], diagonal); });
 }
 
-const Op kTriu{.name = "triu", .flops_per_element = 0};
+const Op kTriu{.name = "triu", .marks = MarkRule::kMovement, .flops_per_element = 0};
 
 Tensor triu(const Tensor& x, int64_t diagonal) {
   check_defined(kTriu, "x", x);
   return differentiable(
-      kTriu, {x}, [=](Inputs in) { return kernels::triu(in[0], diagonal); },
+      along(kTriu, Shape{-2, -1}), {x}, [=](Inputs in) { return kernels::triu(in[0], diagonal); },
       [=](Grads dy, const Saved&) { return triu(dy[0], diagonal); });
 }
 
-const Op kBincount{.name = "bincount"};
+const Op kBincount{.name = "bincount", .marks = MarkRule::kAlongDims};
 
 Tensor bincount(const Tensor& x, const Tensor& weights, int64_t minlength) {
   check_defined(kBincount, "x", x);
@@ -602,7 +613,7 @@ Tensor bincount(const Tensor& x, const Tensor& weights, int64_t minlength) {
                             [=](Inputs in) { return kernels::bincount(in[0], in[1], minlength); });
 }
 
-const Op kOneHot{.name = "one_hot", .flops_per_element = 0};
+const Op kOneHot{.name = "one_hot", .marks = MarkRule::kAlongDims, .flops_per_element = 0};
 
 Tensor one_hot(const Tensor& x, int64_t num_classes) {
   check_defined(kOneHot, "x", x);

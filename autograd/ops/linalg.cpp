@@ -13,6 +13,7 @@ namespace kernel = kernels::linalg;
 // ---- solve --------------------------------------------------------------------------------------
 
 const Op kSolve{.name = "linalg_solve",
+                .marks = MarkRule::kAlongDims,
                 .autocast = Autocast::kFloat32,
                 .reads = {inputs(0), inputs(0)},
                 .reads_outputs = outputs(0)};
@@ -60,6 +61,7 @@ Tensor solve(const Tensor& a, const Tensor& b, bool left) {
 // ---- solve_triangular ---------------------------------------------------------------------------
 
 const Op kSolveTriangular{.name = "linalg_solve_triangular",
+                          .marks = MarkRule::kAlongDims,
                           .autocast = Autocast::kFloat32,
                           .reads = {inputs(0), inputs(0)},
                           .reads_outputs = outputs(0)};
@@ -84,7 +86,10 @@ Tensor solve_triangular(const Tensor& a, const Tensor& b, bool upper, bool left,
 
 // ---- inv ----------------------------------------------------------------------------------------
 
-const Op kInv{.name = "linalg_inv", .autocast = Autocast::kFloat32, .reads_outputs = outputs(0)};
+const Op kInv{.name = "linalg_inv",
+              .marks = MarkRule::kAlongDims,
+              .autocast = Autocast::kFloat32,
+              .reads_outputs = outputs(0)};
 
 Tensor inv(const Tensor& a) {
   check_defined(kInv, "a", a);
@@ -123,6 +128,7 @@ Tensor cofactors(const Tensor& a) {
 }  // namespace
 
 const Op kDet{.name = "linalg_det",
+              .marks = MarkRule::kAlongDims,
               .autocast = Autocast::kFloat32,
               .reads = {inputs(0)},
               .reads_outputs = outputs(0)};
@@ -140,6 +146,7 @@ Tensor det(const Tensor& a) {
 }
 
 const Op kSlogdet{.name = "linalg_slogdet",
+                  .marks = MarkRule::kAlongDims,
                   .autocast = Autocast::kFloat32,
                   .reads = {inputs(0)},
                   .reads_outputs = outputs(0)};
@@ -165,8 +172,10 @@ SignLogDet slogdet(const Tensor& a) {
 
 // ---- cholesky -----------------------------------------------------------------------------------
 
-const Op kCholesky{
-    .name = "linalg_cholesky", .autocast = Autocast::kFloat32, .reads_outputs = outputs(0)};
+const Op kCholesky{.name = "linalg_cholesky",
+                   .marks = MarkRule::kAlongDims,
+                   .autocast = Autocast::kFloat32,
+                   .reads_outputs = outputs(0)};
 
 // Backward: with S the lower triangle of L^T dL, made symmetric by halves, L^-T S L^-1 (Murray,
 // "Differentiation of the Cholesky decomposition", 2016).

@@ -118,6 +118,7 @@ Tensor soft_cross_entropy(const Op& op, const Tensor& logits, const Tensor& targ
 }  // namespace
 
 const Op kCrossEntropy{.name = "cross_entropy",
+                       .marks = MarkRule::kAlongDims,
                        .reads = {inputs(0)},
                        .composed = "nll_loss(log_softmax(logits, 1), target)",
                        .flops_per_element = 15};
@@ -332,8 +333,10 @@ Tensor pointwise(const Op& op, const Tensor& x, const Tensor& target, Reduction 
 
 }  // namespace
 
-const Op kMseLoss{
-    .name = "mse_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
+const Op kMseLoss{.name = "mse_loss",
+                  .marks = MarkRule::kAlongDims,
+                  .autocast = Autocast::kFloat32,
+                  .reads = {inputs(0, 1), inputs(0, 1)}};
 
 Tensor mse_loss(const Tensor& x, const Tensor& target, Reduction reduction) {
   check_one_shape(kMseLoss, x, target);
@@ -343,8 +346,10 @@ Tensor mse_loss(const Tensor& x, const Tensor& target, Reduction reduction) {
       [](const Tensor& x, const Tensor& t) { return mul(sub(x, t), 2); });
 }
 
-const Op kL1Loss{
-    .name = "l1_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
+const Op kL1Loss{.name = "l1_loss",
+                 .marks = MarkRule::kAlongDims,
+                 .autocast = Autocast::kFloat32,
+                 .reads = {inputs(0, 1), inputs(0, 1)}};
 
 Tensor l1_loss(const Tensor& x, const Tensor& target, Reduction reduction) {
   check_one_shape(kL1Loss, x, target);
@@ -355,6 +360,7 @@ Tensor l1_loss(const Tensor& x, const Tensor& target, Reduction reduction) {
 }
 
 const Op kSmoothL1Loss{.name = "smooth_l1_loss",
+                       .marks = MarkRule::kAlongDims,
                        .autocast = Autocast::kFloat32,
                        .reads = {inputs(0, 1), inputs(0, 1)}};
 
@@ -374,8 +380,10 @@ Tensor smooth_l1_loss(const Tensor& x, const Tensor& target, Reduction reduction
       });
 }
 
-const Op kHuberLoss{
-    .name = "huber_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
+const Op kHuberLoss{.name = "huber_loss",
+                    .marks = MarkRule::kAlongDims,
+                    .autocast = Autocast::kFloat32,
+                    .reads = {inputs(0, 1), inputs(0, 1)}};
 
 Tensor huber_loss(const Tensor& x, const Tensor& target, Reduction reduction, double delta) {
   TS_CHECK(delta > 0, kHuberLoss, "delta must be positive; got ", delta);
@@ -402,6 +410,7 @@ Tensor log_sigmoid(const Tensor& x) {
 }  // namespace
 
 const Op kBinaryCrossEntropy{.name = "binary_cross_entropy",
+                             .marks = MarkRule::kAlongDims,
                              .autocast = Autocast::kRefuse,
                              .reads = {inputs(0, 1), inputs(0, 1)}};
 
@@ -433,6 +442,7 @@ Tensor binary_cross_entropy(const Tensor& x, const Tensor& target, const Tensor&
 }
 
 const Op kBinaryCrossEntropyWithLogits{.name = "binary_cross_entropy_with_logits",
+                                       .marks = MarkRule::kAlongDims,
                                        .autocast = Autocast::kFloat32,
                                        .reads = {inputs(0, 1), inputs(0, 1)}};
 
@@ -461,8 +471,10 @@ Tensor binary_cross_entropy_with_logits(const Tensor& x, const Tensor& target, c
       });
 }
 
-const Op kKlDiv{
-    .name = "kl_div", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
+const Op kKlDiv{.name = "kl_div",
+                .marks = MarkRule::kAlongDims,
+                .autocast = Autocast::kFloat32,
+                .reads = {inputs(0, 1), inputs(0, 1)}};
 
 Tensor kl_div(const Tensor& x, const Tensor& target, KlReduction reduction, bool log_target) {
   if (reduction == KlReduction::kBatchMean) {
@@ -489,6 +501,7 @@ Tensor kl_div(const Tensor& x, const Tensor& target, KlReduction reduction, bool
 }
 
 const Op kPoissonNllLoss{.name = "poisson_nll_loss",
+                         .marks = MarkRule::kAlongDims,
                          .autocast = Autocast::kFloat32,
                          .reads = {inputs(0, 1), inputs(0, 1)}};
 
@@ -525,8 +538,10 @@ Tensor poisson_nll_loss(const Tensor& x, const Tensor& target, bool log_input, b
       });
 }
 
-const Op kGaussianNllLoss{
-    .name = "gaussian_nll_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1, 2)}};
+const Op kGaussianNllLoss{.name = "gaussian_nll_loss",
+                          .marks = MarkRule::kAlongDims,
+                          .autocast = Autocast::kFloat32,
+                          .reads = {inputs(0, 1, 2)}};
 
 Tensor gaussian_nll_loss(const Tensor& x, const Tensor& target, const Tensor& var, bool full,
                          double eps, Reduction reduction) {

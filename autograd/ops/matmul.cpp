@@ -35,7 +35,10 @@ Tensor as_rows(const Tensor& x) {
 
 // ---- matmul -------------------------------------------------------------------------------------
 
-const Op kMatmul{.name = "matmul", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0)}};
+const Op kMatmul{.name = "matmul",
+                 .marks = MarkRule::kSpecial,
+                 .autocast = Autocast::kLow,
+                 .reads = {inputs(1), inputs(0)}};
 
 namespace {
 
@@ -90,7 +93,10 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
 
 // ---- dot, outer ---------------------------------------------------------------------------------
 
-const Op kDot{.name = "dot", .autocast = Autocast::kWidest, .reads = {inputs(1), inputs(0)}};
+const Op kDot{.name = "dot",
+              .marks = MarkRule::kSpecial,
+              .autocast = Autocast::kWidest,
+              .reads = {inputs(1), inputs(0)}};
 
 Tensor dot(const Tensor& a, const Tensor& b) {
   check_defined(kDot, "a", a);
@@ -118,6 +124,7 @@ Tensor outer(const Tensor& a, const Tensor& b) {
 // ---- linear -------------------------------------------------------------------------------------
 
 const Op kLinear{.name = "linear",
+                 .marks = MarkRule::kSpecial,
                  .autocast = Autocast::kLow,
                  .reads = {inputs(1), inputs(0), inputs()},
                  .bias = 2};
@@ -213,8 +220,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, const T
 
 // ---- addmm --------------------------------------------------------------------------------------
 
-const Op kAddmm{
-    .name = "addmm", .autocast = Autocast::kLow, .reads = {inputs(), inputs(2), inputs(1)}};
+const Op kAddmm{.name = "addmm",
+                .marks = MarkRule::kSpecial,
+                .autocast = Autocast::kLow,
+                .reads = {inputs(), inputs(2), inputs(1)}};
 
 Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& beta,
              const Scalar& alpha) {

@@ -16,6 +16,13 @@
 namespace tessera {
 namespace {
 
+// The dimensions that a norm goes along, from the end.
+Shape last_dims(const Shape& normalized_shape) {
+  Shape dims;
+  for (int d = normalized_shape.size(); d > 0; --d) dims.push_back(-d);
+  return dims;
+}
+
 void check_input(const Op& op, const Tensor& x) {
   check_defined(op, "x", x);
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), op,
@@ -121,8 +128,10 @@ Tensor pending_of(const Saved& s, bool wanted) {
 
 }  // namespace
 
-const Op kLayerNorm{
-    .name = "layer_norm", .reads = {inputs(0, 1), inputs(0), inputs()}, .flops_per_element = 8};
+const Op kLayerNorm{.name = "layer_norm",
+                    .marks = MarkRule::kAlongDims,
+                    .reads = {inputs(0, 1), inputs(0), inputs()},
+                    .flops_per_element = 8};
 
 Tensor layer_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& weight,
                   const Tensor& bias, double eps) {
@@ -130,7 +139,7 @@ Tensor layer_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& 
   const bool has_weight = weight.defined(), has_bias = bias.defined();
   const Fp8Norm norm(x, columns);
   return differentiable(
-      kLayerNorm, {x, weight, bias},
+      along(kLayerNorm, last_dims(normalized_shape)), {x, weight, bias},
       [&](Inputs in, Extras& extras) {
         const kernels::RowNorm n = norm.forward(in[0], {}, columns, in[1], in[2], eps, true);
         extras.save(n.mean);
@@ -149,7 +158,10 @@ Tensor layer_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& 
       });
 }
 
-const Op kRmsNorm{.name = "rms_norm", .reads = {inputs(0, 1), inputs(0)}, .flops_per_element = 6};
+const Op kRmsNorm{.name = "rms_norm",
+                  .marks = MarkRule::kAlongDims,
+                  .reads = {inputs(0, 1), inputs(0)},
+                  .flops_per_element = 6};
 
 Tensor rms_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& weight,
                 std::optional<double> given_eps) {
@@ -159,7 +171,7 @@ Tensor rms_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& we
   const bool has_weight = weight.defined();
   const Fp8Norm norm(x, columns);
   return differentiable(
-      kRmsNorm, {x, weight},
+      along(kRmsNorm, last_dims(normalized_shape)), {x, weight},
       [&](Inputs in, Extras& extras) {
         const kernels::RowNorm n = norm.forward(in[0], {}, columns, in[1], {}, eps, false);
         extras.save(n.rstd);
@@ -175,11 +187,13 @@ Tensor rms_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& we
 }
 
 const Op kResidualLayerNorm{.name = "residual_layer_norm",
+                            .marks = MarkRule::kAlongDims,
                             .reads = {inputs(2), inputs(2), inputs(), inputs()},
                             .reads_outputs = outputs(0),
                             .composed = "layer_norm(add(x, residual))",
                             .flops_per_element = 9};
 const Op kResidualRmsNorm{.name = "residual_rms_norm",
+                          .marks = MarkRule::kAlongDims,
                           .reads = {inputs(2), inputs(2), inputs()},
                           .reads_outputs = outputs(0),
                           .composed = "rms_norm(add(x, residual))",
@@ -201,7 +215,7 @@ ResidualNorm residual_norm(const Op& op, const TensorList& operands, const RowNo
   const bool has_weight = operands[2].defined(), has_bias = center && operands[3].defined();
   const Fp8Norm norm(operands[0], columns);
   const TensorList both = differentiable(
-      op, operands,
+      drawing(along(op, last_dims(shape)), dropped.has_value()), operands,
       [&](Inputs in, Extras& extras) -> TensorList {
         const Tensor bias = center ? in[3] : Tensor();
         const kernels::RowNorm n =
@@ -287,8 +301,10 @@ ResidualNorm residual_rms_norm(const Tensor& x, const Tensor& residual,
 
 // ---- Over channels ------------------------------------------------------------------------------
 
-const Op kGroupNorm{
-    .name = "group_norm", .reads = {inputs(0, 1), inputs(0), inputs()}, .flops_per_element = 8};
+const Op kGroupNorm{.name = "group_norm",
+                    .marks = MarkRule::kAlongDims,
+                    .reads = {inputs(0, 1), inputs(0), inputs()},
+                    .flops_per_element = 8};
 
 Tensor group_norm(const Tensor& x, int64_t num_groups, const Tensor& weight, const Tensor& bias,
                   double eps) {
@@ -330,8 +346,10 @@ Tensor group_norm(const Tensor& x, int64_t num_groups, const Tensor& weight, con
       });
 }
 
-const Op kBatchNorm{
-    .name = "batch_norm", .reads = {inputs(0, 1), inputs(0), inputs()}, .flops_per_element = 8};
+const Op kBatchNorm{.name = "batch_norm",
+                    .marks = MarkRule::kAlongDims,
+                    .reads = {inputs(0, 1), inputs(0), inputs()},
+                    .flops_per_element = 8};
 
 Tensor batch_norm(const Tensor& x, const Tensor& running_mean, const Tensor& running_var,
                   const Tensor& weight, const Tensor& bias, bool training, double momentum,

@@ -79,7 +79,10 @@ ValuesIndices median(const Tensor& x, int64_t dim, bool keepdim) {
   return {without_dim(values, d, keepdim), without_dim(index, d, keepdim)};
 }
 
-const Op kMedian{.name = "median", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
+const Op kMedian{.name = "median",
+                 .marks = MarkRule::kAlongDims,
+                 .reads = {inputs(0)},
+                 .reads_outputs = outputs(0)};
 
 Tensor median(const Tensor& x) {
   check_orderable(kMedian.name, x);
@@ -243,8 +246,8 @@ UniqueResult unique(const Tensor& x, bool /*sorted*/, bool return_inverse, bool 
 
 // ---- cummax, cummin -----------------------------------------------------------------------------
 
-const Op kCummax{.name = "cummax"};
-const Op kCummin{.name = "cummin"};
+const Op kCummax{.name = "cummax", .marks = MarkRule::kAlongDims};
+const Op kCummin{.name = "cummin", .marks = MarkRule::kAlongDims};
 
 namespace {
 
@@ -252,7 +255,7 @@ ValuesIndices running(const Op& op, const Tensor& x, int64_t dim, bool largest) 
   check_orderable(op.name, x);
   const int d = wrap_dim(dim, x.dim(), op.name);
   const Tensor indices = not_differentiable(
-      op, {x}, [=](Inputs in) { return kernels::running_extremum(in[0], d, largest); });
+      along(op, d), {x}, [=](Inputs in) { return kernels::running_extremum(in[0], d, largest); });
   return {gather(x, d, indices), indices};
 }
 
@@ -263,7 +266,7 @@ ValuesIndices cummin(const Tensor& x, int64_t dim) { return running(kCummin, x, 
 
 // ---- searchsorted, bucketize --------------------------------------------------------------------
 
-const Op kSearchsorted{.name = "searchsorted"};
+const Op kSearchsorted{.name = "searchsorted", .marks = MarkRule::kAlongDims};
 
 Tensor searchsorted(const Tensor& sorted_sequence, const Tensor& values, bool right,
                     const Tensor& sorter, DType dtype) {

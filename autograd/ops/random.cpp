@@ -4,14 +4,14 @@
 
 namespace tessera {
 
-const Op kDropout{.name = "dropout", .flops_per_element = 2};
+const Op kDropout{.name = "dropout", .marks = MarkRule::kLinear, .flops_per_element = 2};
 
 namespace {
 
 // Its own backward: the same mask and scale, drawn again, for the gradient of any order.
 Tensor masked_by(const Tensor& x, double p, RandomStream stream) {
   return differentiable(
-      kDropout, {x}, [=](Inputs in) { return kernels::dropout(in[0], p, stream); },
+      drawing(kDropout), {x}, [=](Inputs in) { return kernels::dropout(in[0], p, stream); },
       [=](Grads dy, const Saved&) { return masked_by(dy[0], p, stream); });
 }
 

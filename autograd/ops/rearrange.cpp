@@ -85,7 +85,8 @@ Tensor unfold_dim(const Tensor& x, int64_t dim, int64_t size, int64_t step) {
   return movedim(reshape(index_select(x, d, index), shape), {d + 1}, {-1});
 }
 
-const Op kDiagonal{.name = "diagonal", .view = true, .flops_per_element = 0};
+const Op kDiagonal{
+    .name = "diagonal", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor diagonal(const Tensor& x, int64_t offset, int64_t dim1, int64_t dim2) {
   check_defined(kDiagonal, "x", x);
@@ -97,7 +98,7 @@ Tensor diagonal(const Tensor& x, int64_t offset, int64_t dim1, int64_t dim2) {
   const int64_t length =
       std::max<int64_t>(std::min(x.size(rows) - row, x.size(columns) - column), 0);
   return differentiable(
-      kDiagonal, {x},
+      along(kDiagonal, Shape{rows, columns}, false), {x},
       [=](Inputs in) {
         Shape shape, strides;
         for (int d = 0; d < in[0].dim(); ++d) {

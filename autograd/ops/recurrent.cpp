@@ -287,6 +287,7 @@ RecurrentLayer fused_layer(const Op& op, kernels::RecurrentCell kind, const Recu
 }  // namespace
 
 const Op kLstmLayer{.name = "lstm_layer",
+                    .marks = MarkRule::kAlongDims,
                     .autocast = Autocast::kLow,
                     .reads = {inputs(0, 1, 2, 3, 4, 5, 6)},
                     .reads_outputs = outputs(0),
@@ -305,6 +306,7 @@ RecurrentLayer lstm_layer(const Tensor& x, const Tensor& weight_ih, const Tensor
 }
 
 const Op kGruLayer{.name = "gru_layer",
+                   .marks = MarkRule::kAlongDims,
                    .autocast = Autocast::kLow,
                    .reads = {inputs(0, 1, 2, 3, 4, 5)},
                    .reads_outputs = outputs(0),

@@ -48,13 +48,13 @@ DType sum_dtype(DType dtype) { return is_floating(dtype) ? dtype : kI64; }
 
 }  // namespace
 
-const Op kSum{.name = "sum", .autocast = Autocast::kFloat32};
+const Op kSum{.name = "sum", .marks = MarkRule::kSpecial, .autocast = Autocast::kFloat32};
 
 Tensor sum(const Tensor& x, const Shape& dims, bool keepdim, std::optional<DType> dtype) {
   check_not_fp8(kSum, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kSum.name);
   return differentiable(
-      kSum, {x},
+      along(kSum, wrapped, keepdim), {x},
       [=](Inputs in) {
         return kernels::sum(in[0], wrapped, keepdim, dtype.value_or(sum_dtype(in[0].dtype())));
       },
@@ -73,13 +73,14 @@ Tensor sum_to(const Tensor& x, const Shape& shape) {
       [](Grads dy, const Saved& s) { return expand(dy[0], s.input_shape(0)); });
 }
 
-const Op kMean{.name = "mean", .autocast = Autocast::kFloat32};
+const Op kMean{.name = "mean", .marks = MarkRule::kLinear, .autocast = Autocast::kFloat32};
 
 Tensor mean(const Tensor& x, const Shape& dims, bool keepdim) {
   check_reducible(kMean, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kMean.name);
   return differentiable(
-      kMean, {x}, [=](Inputs in) { return kernels::mean(in[0], wrapped, keepdim); },
+      along(kMean, wrapped, keepdim), {x},
+      [=](Inputs in) { return kernels::mean(in[0], wrapped, keepdim); },
       [=](Grads dy, const Saved& s) {
         const Shape& shape = s.input_shape(0);
         return spread(div(dy[0], static_cast<double>(size_over(shape, wrapped))), shape, wrapped);
@@ -98,13 +99,16 @@ Tensor variance_gradient(const Tensor& dy, const Tensor& x, const Shape& dims, d
 
 }  // namespace
 
-const Op kVar{.name = "var", .autocast = Autocast::kFloat32, .reads = {inputs(0)}};
+const Op kVar{.name = "var",
+              .marks = MarkRule::kAlongDims,
+              .autocast = Autocast::kFloat32,
+              .reads = {inputs(0)}};
 
 Tensor var(const Tensor& x, const Shape& dims, double correction, bool keepdim) {
   check_reducible(kVar, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kVar.name);
   return differentiable(
-      kVar, {x},
+      along(kVar, wrapped, keepdim), {x},
       [=](Inputs in) {
         return kernels::moments(in[0], wrapped, keepdim, correction, false, in[0].dtype()).variance;
       },
@@ -114,6 +118,7 @@ Tensor var(const Tensor& x, const Shape& dims, double correction, bool keepdim) 
 }
 
 const Op kStd{.name = "std",
+              .marks = MarkRule::kAlongDims,
               .autocast = Autocast::kFloat32,
               .reads = {inputs(0)},
               .reads_outputs = outputs(0)};
@@ -122,7 +127,7 @@ Tensor std(const Tensor& x, const Shape& dims, double correction, bool keepdim) 
   check_reducible(kStd, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kStd.name);
   return differentiable(
-      kStd, {x},
+      along(kStd, wrapped, keepdim), {x},
       [=](Inputs in) {
         return kernels::moments(in[0], wrapped, keepdim, correction, true, in[0].dtype()).variance;
       },
@@ -142,11 +147,11 @@ bool has_zero(const Tensor& x) {
          !kernels::all(x, wrap_dims({}, x.dim(), "prod"), false).item<bool>();
 }
 
-const Op kCumsum{.name = "cumsum", .autocast = Autocast::kFloat32};
+const Op kCumsum{.name = "cumsum", .marks = MarkRule::kLinear, .autocast = Autocast::kFloat32};
 
 Tensor running_sum(const Tensor& x, int dim, bool reverse) {
   return differentiable(
-      kCumsum, {x},
+      along(kCumsum, dim), {x},
       [=](Inputs in) { return kernels::cumsum(in[0], dim, sum_dtype(in[0].dtype()), reverse); },
       [=](Grads dy, const Saved&) { return running_sum(dy[0], dim, !reverse); });
 }
@@ -164,6 +169,7 @@ Tensor product_of_others(const Tensor& x, int dim) {
 }  // namespace
 
 const Op kProd{.name = "prod",
+               .marks = MarkRule::kAlongDims,
                .autocast = Autocast::kFloat32,
                .reads = {inputs(0)},
                .reads_outputs = outputs(0)};
@@ -177,7 +183,7 @@ Tensor prod(const Tensor& x, int64_t dim, bool keepdim) {
   check_not_fp8(kProd, x);
   const Shape wrapped = one_dim(x, dim, kProd);
   return differentiable(
-      kProd, {x},
+      along(kProd, wrapped, keepdim), {x},
       [=](Inputs in) { return kernels::prod(in[0], wrapped, keepdim, sum_dtype(in[0].dtype())); },
       [=](Grads dy, const Saved& s) {
         const Tensor x = s.input(0);
@@ -194,6 +200,7 @@ Tensor cumsum(const Tensor& x, int64_t dim) {
 }
 
 const Op kCumprod{.name = "cumprod",
+                  .marks = MarkRule::kAlongDims,
                   .autocast = Autocast::kFloat32,
                   .reads = {inputs(0)},
                   .reads_outputs = outputs(0)};
@@ -202,7 +209,7 @@ Tensor cumprod(const Tensor& x, int64_t dim) {
   check_not_fp8(kCumprod, x);
   const int wrapped = wrap_dim(dim, x.dim(), kCumprod.name);
   return differentiable(
-      kCumprod, {x},
+      along(kCumprod, wrapped), {x},
       [=](Inputs in) { return kernels::cumprod(in[0], wrapped, sum_dtype(in[0].dtype())); },
       [=](Grads dy, const Saved& s) {
         const Tensor x = s.input(0), y = s.output();
@@ -243,7 +250,7 @@ Tensor extreme_values(const Op& op, const Tensor& x, const Shape& dims, bool kee
   check_not_fp8(op, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), op.name);
   return differentiable(
-      op, {x}, [=](Inputs in) { return kernel(in[0], wrapped, keepdim); },
+      along(op, wrapped, keepdim), {x}, [=](Inputs in) { return kernel(in[0], wrapped, keepdim); },
       [=](Grads dy, const Saved& s) {
         return shared_gradient(dy[0], s.input(0), s.output(), wrapped, nan_shares);
       });
@@ -254,7 +261,7 @@ ValuesIndices extreme_along(const Op& op, const Tensor& x, int64_t dim, bool kee
   check_not_fp8(op, x);
   const int wrapped = wrap_dim(dim, x.dim(), op.name);
   TensorList both = differentiable(
-      op, {x},
+      along(op, wrapped, keepdim), {x},
       [=](Inputs in) -> TensorList {
         const kernels::Extremum e = kernels::extremum(in[0], wrapped, keepdim, largest);
         return {e.values, e.indices};
@@ -287,41 +294,53 @@ Tensor extreme_index(const Op& op, const Tensor& x, std::optional<int64_t> dim, 
 
 }  // namespace
 
-const Op kAmax{.name = "amax", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
+const Op kAmax{.name = "amax",
+               .marks = MarkRule::kAlongDims,
+               .reads = {inputs(0)},
+               .reads_outputs = outputs(0)};
 
 Tensor amax(const Tensor& x, const Shape& dims, bool keepdim) {
   return extreme_values(kAmax, x, dims, keepdim, kernels::amax);
 }
 
-const Op kAmin{.name = "amin", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
+const Op kAmin{.name = "amin",
+               .marks = MarkRule::kAlongDims,
+               .reads = {inputs(0)},
+               .reads_outputs = outputs(0)};
 
 Tensor amin(const Tensor& x, const Shape& dims, bool keepdim) {
   return extreme_values(kAmin, x, dims, keepdim, kernels::amin);
 }
 
-const Op kMax{.name = "max", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
-const Op kMaxDim{.name = "max", .reads_outputs = outputs(1)};
+const Op kMax{.name = "max",
+              .marks = MarkRule::kAlongDims,
+              .reads = {inputs(0)},
+              .reads_outputs = outputs(0)};
+const Op kMaxDim{.name = "max", .marks = MarkRule::kAlongDims, .reads_outputs = outputs(1)};
 
 Tensor max(const Tensor& x) { return extreme_values(kMax, x, {}, false, kernels::amax, true); }
 ValuesIndices max(const Tensor& x, int64_t dim, bool keepdim) {
   return extreme_along(kMaxDim, x, dim, keepdim, true);
 }
 
-const Op kMin{.name = "min", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
-const Op kMinDim{.name = "min", .reads_outputs = outputs(1)};
+const Op kMin{.name = "min",
+              .marks = MarkRule::kAlongDims,
+              .reads = {inputs(0)},
+              .reads_outputs = outputs(0)};
+const Op kMinDim{.name = "min", .marks = MarkRule::kAlongDims, .reads_outputs = outputs(1)};
 
 Tensor min(const Tensor& x) { return extreme_values(kMin, x, {}, false, kernels::amin, true); }
 ValuesIndices min(const Tensor& x, int64_t dim, bool keepdim) {
   return extreme_along(kMinDim, x, dim, keepdim, false);
 }
 
-const Op kArgmax{.name = "argmax"};
+const Op kArgmax{.name = "argmax", .marks = MarkRule::kAlongDims};
 
 Tensor argmax(const Tensor& x, std::optional<int64_t> dim, bool keepdim) {
   return extreme_index(kArgmax, x, dim, keepdim, true);
 }
 
-const Op kArgmin{.name = "argmin"};
+const Op kArgmin{.name = "argmin", .marks = MarkRule::kAlongDims};
 
 Tensor argmin(const Tensor& x, std::optional<int64_t> dim, bool keepdim) {
   return extreme_index(kArgmin, x, dim, keepdim, false);
@@ -334,30 +353,32 @@ Tensor logical(const Tensor& truth, const Tensor& x) {
 }
 }  // namespace
 
-const Op kAny{.name = "any"};
+const Op kAny{.name = "any", .marks = MarkRule::kAlongDims};
 
 Tensor any(const Tensor& x, const Shape& dims, bool keepdim) {
   check_not_fp8(kAny, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kAny.name);
-  return not_differentiable(
-      kAny, {x}, [=](Inputs in) { return logical(kernels::any(in[0], wrapped, keepdim), in[0]); });
+  return not_differentiable(along(kAny, wrapped, keepdim), {x}, [=](Inputs in) {
+    return logical(kernels::any(in[0], wrapped, keepdim), in[0]);
+  });
 }
 
-const Op kAll{.name = "all"};
+const Op kAll{.name = "all", .marks = MarkRule::kAlongDims};
 
 Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
   check_not_fp8(kAll, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kAll.name);
-  return not_differentiable(
-      kAll, {x}, [=](Inputs in) { return logical(kernels::all(in[0], wrapped, keepdim), in[0]); });
+  return not_differentiable(along(kAll, wrapped, keepdim), {x}, [=](Inputs in) {
+    return logical(kernels::all(in[0], wrapped, keepdim), in[0]);
+  });
 }
 
-const Op kCountNonzero{.name = "count_nonzero"};
+const Op kCountNonzero{.name = "count_nonzero", .marks = MarkRule::kAlongDims};
 
 Tensor count_nonzero(const Tensor& x, const Shape& dims) {
   check_not_fp8(kCountNonzero, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kCountNonzero.name);
-  return not_differentiable(kCountNonzero, {x},
+  return not_differentiable(along(kCountNonzero, wrapped, false), {x},
                             [=](Inputs in) { return kernels::count_nonzero(in[0], wrapped); });
 }
 
@@ -387,6 +408,7 @@ Tensor norm_gradient(const Tensor& dy, const Tensor& x, const Tensor& y, double 
 }  // namespace
 
 const Op kNorm{.name = "norm",
+               .marks = MarkRule::kAlongDims,
                .autocast = Autocast::kFloat32,
                .reads = {inputs(0)},
                .reads_outputs = outputs(0)};
@@ -396,7 +418,8 @@ Tensor norm(const Tensor& x, double p, const Shape& dims, bool keepdim) {
   TS_CHECK(!::std::isnan(p), kNorm, "p must be a number; got NaN");
   const Shape wrapped = wrap_dims(dims, x.dim(), kNorm.name);
   return differentiable(
-      kNorm, {x}, [=](Inputs in) { return kernels::norm(in[0], p, wrapped, keepdim); },
+      along(kNorm, wrapped, keepdim), {x},
+      [=](Inputs in) { return kernels::norm(in[0], p, wrapped, keepdim); },
       [=](Grads dy, const Saved& s) {
         const Tensor x = s.input(0);
         return norm_gradient(with_dims(dy[0], x.shape(), wrapped), x,
@@ -405,6 +428,7 @@ Tensor norm(const Tensor& x, double p, const Shape& dims, bool keepdim) {
 }
 
 const Op kLogsumexp{.name = "logsumexp",
+                    .marks = MarkRule::kAlongDims,
                     .autocast = Autocast::kFloat32,
                     .reads = {inputs(0)},
                     .reads_outputs = outputs(0)};
@@ -414,7 +438,8 @@ Tensor logsumexp(const Tensor& given, const Shape& dims, bool keepdim) {
   check_reducible(kLogsumexp, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kLogsumexp.name);
   return differentiable(
-      kLogsumexp, {x}, [=](Inputs in) { return kernels::logsumexp(in[0], wrapped, keepdim); },
+      along(kLogsumexp, wrapped, keepdim), {x},
+      [=](Inputs in) { return kernels::logsumexp(in[0], wrapped, keepdim); },
       [=](Grads dy, const Saved& s) {
         const Tensor x = s.input(0);
         const Tensor y = with_dims(s.output(), x.shape(), wrapped);
@@ -423,6 +448,7 @@ Tensor logsumexp(const Tensor& given, const Shape& dims, bool keepdim) {
 }
 
 const Op kSoftmax{.name = "softmax",
+                  .marks = MarkRule::kAlongDims,
                   .autocast = Autocast::kFloat32,
                   .reads_outputs = outputs(0),
                   .flops_per_element = 15};
@@ -431,7 +457,8 @@ Tensor softmax(const Tensor& x, int64_t dim) {
   check_reducible(kSoftmax, x);
   const int wrapped = wrap_dim(dim, x.dim(), kSoftmax.name);
   return differentiable(
-      kSoftmax, {x}, [=](Inputs in) { return kernels::softmax(in[0], wrapped, false); },
+      along(kSoftmax, wrapped), {x},
+      [=](Inputs in) { return kernels::softmax(in[0], wrapped, false); },
       [=](Grads dy, const Saved& s) {
         const Tensor y = s.output();
         if (!grad_enabled()) return kernels::softmax_backward(dy[0], y, wrapped, false);
@@ -440,6 +467,7 @@ Tensor softmax(const Tensor& x, int64_t dim) {
 }
 
 const Op kLogSoftmax{.name = "log_softmax",
+                     .marks = MarkRule::kAlongDims,
                      .autocast = Autocast::kFloat32,
                      .reads_outputs = outputs(0),
                      .flops_per_element = 15};
@@ -448,7 +476,8 @@ Tensor log_softmax(const Tensor& x, int64_t dim) {
   check_reducible(kLogSoftmax, x);
   const int wrapped = wrap_dim(dim, x.dim(), kLogSoftmax.name);
   return differentiable(
-      kLogSoftmax, {x}, [=](Inputs in) { return kernels::softmax(in[0], wrapped, true); },
+      along(kLogSoftmax, wrapped), {x},
+      [=](Inputs in) { return kernels::softmax(in[0], wrapped, true); },
       [=](Grads dy, const Saved& s) {
         const Tensor y = s.output();
         if (!grad_enabled()) return kernels::softmax_backward(dy[0], y, wrapped, true);

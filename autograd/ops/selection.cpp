@@ -6,7 +6,7 @@ namespace tessera {
 
 // ---- Comparisons: bool, no gradient; operands are promoted first --------------------------------
 
-const Op kEq{.name = "eq", .takes_numbers = true};
+const Op kEq{.name = "eq", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor eq(const Tensor& a, const Tensor& b) {
   check_arithmetic(kEq, a, b);
@@ -18,7 +18,7 @@ Tensor eq(const Tensor& a, const Scalar& b) {
   return not_differentiable(kEq, {a}, [b](Inputs in) { return kernels::binary<fn::Eq>(in[0], b); });
 }
 
-const Op kNe{.name = "ne", .takes_numbers = true};
+const Op kNe{.name = "ne", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor ne(const Tensor& a, const Tensor& b) {
   check_arithmetic(kNe, a, b);
@@ -30,7 +30,7 @@ Tensor ne(const Tensor& a, const Scalar& b) {
   return not_differentiable(kNe, {a}, [b](Inputs in) { return kernels::binary<fn::Ne>(in[0], b); });
 }
 
-const Op kLt{.name = "lt", .takes_numbers = true};
+const Op kLt{.name = "lt", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor lt(const Tensor& a, const Tensor& b) {
   check_arithmetic(kLt, a, b);
@@ -42,7 +42,7 @@ Tensor lt(const Tensor& a, const Scalar& b) {
   return not_differentiable(kLt, {a}, [b](Inputs in) { return kernels::binary<fn::Lt>(in[0], b); });
 }
 
-const Op kLe{.name = "le", .takes_numbers = true};
+const Op kLe{.name = "le", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor le(const Tensor& a, const Tensor& b) {
   check_arithmetic(kLe, a, b);
@@ -54,7 +54,7 @@ Tensor le(const Tensor& a, const Scalar& b) {
   return not_differentiable(kLe, {a}, [b](Inputs in) { return kernels::binary<fn::Le>(in[0], b); });
 }
 
-const Op kGt{.name = "gt", .takes_numbers = true};
+const Op kGt{.name = "gt", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor gt(const Tensor& a, const Tensor& b) {
   check_arithmetic(kGt, a, b);
@@ -66,7 +66,7 @@ Tensor gt(const Tensor& a, const Scalar& b) {
   return not_differentiable(kGt, {a}, [b](Inputs in) { return kernels::binary<fn::Gt>(in[0], b); });
 }
 
-const Op kGe{.name = "ge", .takes_numbers = true};
+const Op kGe{.name = "ge", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor ge(const Tensor& a, const Tensor& b) {
   check_arithmetic(kGe, a, b);
@@ -78,7 +78,7 @@ Tensor ge(const Tensor& a, const Scalar& b) {
   return not_differentiable(kGe, {a}, [b](Inputs in) { return kernels::binary<fn::Ge>(in[0], b); });
 }
 
-const Op kLogicalAnd{.name = "logical_and", .takes_numbers = true};
+const Op kLogicalAnd{.name = "logical_and", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor logical_and(const Tensor& a, const Tensor& b) {
   check_arithmetic(kLogicalAnd, a, b);
@@ -86,7 +86,7 @@ Tensor logical_and(const Tensor& a, const Tensor& b) {
       kLogicalAnd, {a, b}, [](Inputs in) { return kernels::binary<fn::LogicalAnd>(in[0], in[1]); });
 }
 
-const Op kLogicalOr{.name = "logical_or", .takes_numbers = true};
+const Op kLogicalOr{.name = "logical_or", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor logical_or(const Tensor& a, const Tensor& b) {
   check_arithmetic(kLogicalOr, a, b);
@@ -94,7 +94,7 @@ Tensor logical_or(const Tensor& a, const Tensor& b) {
                             [](Inputs in) { return kernels::binary<fn::LogicalOr>(in[0], in[1]); });
 }
 
-const Op kLogicalXor{.name = "logical_xor", .takes_numbers = true};
+const Op kLogicalXor{.name = "logical_xor", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor logical_xor(const Tensor& a, const Tensor& b) {
   check_arithmetic(kLogicalXor, a, b);
@@ -123,9 +123,9 @@ Tensor bitwise(const Op& op, const Tensor& a, const Scalar& b) {
 
 }  // namespace
 
-const Op kBitwiseAnd{.name = "bitwise_and", .takes_numbers = true};
-const Op kBitwiseOr{.name = "bitwise_or", .takes_numbers = true};
-const Op kBitwiseXor{.name = "bitwise_xor", .takes_numbers = true};
+const Op kBitwiseAnd{.name = "bitwise_and", .marks = MarkRule::kPointwise, .takes_numbers = true};
+const Op kBitwiseOr{.name = "bitwise_or", .marks = MarkRule::kPointwise, .takes_numbers = true};
+const Op kBitwiseXor{.name = "bitwise_xor", .marks = MarkRule::kPointwise, .takes_numbers = true};
 
 Tensor bitwise_and(const Tensor& a, const Tensor& b) {
   return bitwise<fn::BitwiseAnd>(kBitwiseAnd, a, b);
@@ -149,6 +149,7 @@ Tensor bitwise_xor(const Tensor& a, const Scalar& b) {
 // ---- where, masked_fill -------------------------------------------------------------------------
 
 const Op kWhere{.name = "where",
+                .marks = MarkRule::kPointwise,
                 .takes_numbers = true,
                 .reads = {inputs(), inputs(0), inputs(0)},
                 .flops_per_element = 0};
@@ -203,8 +204,11 @@ Tensor where(const Tensor& condition, const Scalar& a, const Tensor& b) {
       });
 }
 
-const Op kMaskedFill{
-    .name = "masked_fill", .takes_numbers = true, .reads = {inputs(1)}, .flops_per_element = 0};
+const Op kMaskedFill{.name = "masked_fill",
+                     .marks = MarkRule::kPointwise,
+                     .takes_numbers = true,
+                     .reads = {inputs(1)},
+                     .flops_per_element = 0};
 
 namespace {
 
@@ -250,6 +254,7 @@ const Tensor& masked_fill_(const Tensor& x, const Tensor& mask, const Scalar& va
 // ---- addcmul, addcdiv ---------------------------------------------------------------------------
 
 const Op kAddcmul{.name = "addcmul",
+                  .marks = MarkRule::kPointwise,
                   .takes_numbers = true,
                   .reads = {inputs(), inputs(2), inputs(1)},
                   .flops_per_element = 3};
@@ -299,6 +304,7 @@ const Tensor& addcmul_(const Tensor& x, const Tensor& a, const Tensor& b, const 
 }
 
 const Op kAddcdiv{.name = "addcdiv",
+                  .marks = MarkRule::kPointwise,
                   .takes_numbers = true,
                   .reads = {inputs(), inputs(2), inputs(1, 2)},
                   .flops_per_element = 3};
@@ -352,6 +358,7 @@ const Tensor& addcdiv_(const Tensor& x, const Tensor& a, const Tensor& b, const 
 // ---- lerp ---------------------------------------------------------------------------------------
 
 const Op kLerp{.name = "lerp",
+               .marks = MarkRule::kPointwise,
                .takes_numbers = true,
                .reads = {inputs(2), inputs(2), inputs(0, 1)},
                .flops_per_element = 3};

@@ -28,12 +28,12 @@ Tensor detach(const Tensor& x) {
   return result;
 }
 
-const Op kView{.name = "view", .view = true, .flops_per_element = 0};
+const Op kView{.name = "view", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor view(const Tensor& x, const Shape& shape) {
   check_defined(kView, "x", x);
   return differentiable(
-      kView, {x}, [=](Inputs in) { return raw::view(in[0], shape); },
+      shaped(kView, shape), {x}, [=](Inputs in) { return raw::view(in[0], shape); },
       [](Grads dy, const Saved& s) { return reshape(dy[0], s.input_shape(0)); });
 }
 
@@ -53,12 +53,13 @@ Tensor flatten(const Tensor& x, int64_t start, int64_t end) {
   return reshape(x, shape);
 }
 
-const Op kPermute{.name = "permute", .view = true, .flops_per_element = 0};
+const Op kPermute{
+    .name = "permute", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor permute(const Tensor& x, const Shape& dims) {
   check_defined(kPermute, "x", x);
   return differentiable(
-      kPermute, {x}, [=](Inputs in) { return raw::permute(in[0], dims); },
+      ordered(kPermute, dims), {x}, [=](Inputs in) { return raw::permute(in[0], dims); },
       [=](Grads dy, const Saved&) {
         Shape inverse = dims;
         for (int i = 0; i < dims.size(); ++i)
@@ -67,25 +68,29 @@ Tensor permute(const Tensor& x, const Shape& dims) {
       });
 }
 
-const Op kTranspose{.name = "transpose", .view = true, .flops_per_element = 0};
+const Op kTranspose{
+    .name = "transpose", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor transpose(const Tensor& x, int64_t dim0, int64_t dim1) {
   check_defined(kTranspose, "x", x);
   return differentiable(
-      kTranspose, {x}, [=](Inputs in) { return raw::transpose(in[0], dim0, dim1); },
+      swapping(kTranspose, {dim0, dim1}), {x},
+      [=](Inputs in) { return raw::transpose(in[0], dim0, dim1); },
       [=](Grads dy, const Saved&) { return transpose(dy[0], dim0, dim1); });
 }
 
-const Op kExpand{.name = "expand", .view = true, .flops_per_element = 0};
+const Op kExpand{
+    .name = "expand", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor expand(const Tensor& x, const Shape& shape) {
   check_defined(kExpand, "x", x);
   return differentiable(
-      kExpand, {x}, [=](Inputs in) { return raw::expand(in[0], shape); },
+      expanding(kExpand, shape), {x}, [=](Inputs in) { return raw::expand(in[0], shape); },
       [](Grads dy, const Saved&) { return dy[0]; });  // the engine sums it
 }
 
-const Op kSqueeze{.name = "squeeze", .view = true, .flops_per_element = 0};
+const Op kSqueeze{
+    .name = "squeeze", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor squeeze(const Tensor& x) {
   check_defined(kSqueeze, "x", x);
@@ -97,16 +102,18 @@ Tensor squeeze(const Tensor& x) {
 Tensor squeeze(const Tensor& x, int64_t dim) {
   check_defined(kSqueeze, "x", x);
   return differentiable(
-      kSqueeze, {x}, [=](Inputs in) { return raw::squeeze(in[0], dim); },
+      along(kSqueeze, dim, x.size(dim) != 1), {x},
+      [=](Inputs in) { return raw::squeeze(in[0], dim); },
       [](Grads dy, const Saved& s) { return reshape(dy[0], s.input_shape(0)); });
 }
 
-const Op kUnsqueeze{.name = "unsqueeze", .view = true, .flops_per_element = 0};
+const Op kUnsqueeze{
+    .name = "unsqueeze", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor unsqueeze(const Tensor& x, int64_t dim) {
   check_defined(kUnsqueeze, "x", x);
   return differentiable(
-      kUnsqueeze, {x}, [=](Inputs in) { return raw::unsqueeze(in[0], dim); },
+      adding(kUnsqueeze, dim), {x}, [=](Inputs in) { return raw::unsqueeze(in[0], dim); },
       [](Grads dy, const Saved& s) { return reshape(dy[0], s.input_shape(0)); });
 }
 
@@ -124,12 +131,13 @@ static Tensor slice_backward(const Tensor& dy, const Shape& shape, int dim, int6
       });
 }
 
-const Op kNarrow{.name = "narrow", .view = true, .flops_per_element = 0};
+const Op kNarrow{
+    .name = "narrow", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor narrow(const Tensor& x, int64_t dim, int64_t start, int64_t length) {
   check_defined(kNarrow, "x", x);
   return differentiable(
-      kNarrow, {x}, [=](Inputs in) { return raw::narrow(in[0], dim, start, length); },
+      along(kNarrow, dim), {x}, [=](Inputs in) { return raw::narrow(in[0], dim, start, length); },
       [=](Grads dy, const Saved& s) {
         const Shape& shape = s.input_shape(0);
         const int d = wrap_dim(dim, shape.size(), "narrow");
@@ -137,12 +145,13 @@ Tensor narrow(const Tensor& x, int64_t dim, int64_t start, int64_t length) {
       });
 }
 
-const Op kSelect{.name = "select", .view = true, .flops_per_element = 0};
+const Op kSelect{
+    .name = "select", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor select(const Tensor& x, int64_t dim, int64_t index) {
   check_defined(kSelect, "x", x);
   return differentiable(
-      kSelect, {x}, [=](Inputs in) { return raw::select(in[0], dim, index); },
+      along(kSelect, dim, false), {x}, [=](Inputs in) { return raw::select(in[0], dim, index); },
       [=](Grads dy, const Saved& s) {
         const Shape& shape = s.input_shape(0);
         const int d = wrap_dim(dim, shape.size(), "select");
@@ -151,13 +160,14 @@ Tensor select(const Tensor& x, int64_t dim, int64_t index) {
       });
 }
 
-const Op kSlice{.name = "slice", .view = true, .flops_per_element = 0};
+const Op kSlice{
+    .name = "slice", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 Tensor slice(const Tensor& x, int64_t dim, std::optional<int64_t> start, std::optional<int64_t> end,
              int64_t step) {
   check_defined(kSlice, "x", x);
   return differentiable(
-      kSlice, {x}, [=](Inputs in) { return raw::slice(in[0], dim, start, end, step); },
+      along(kSlice, dim), {x}, [=](Inputs in) { return raw::slice(in[0], dim, start, end, step); },
       [=](Grads dy, const Saved& s) {
         const Shape& shape = s.input_shape(0);
         const int d = wrap_dim(dim, shape.size(), "slice");
@@ -208,7 +218,8 @@ TensorList part_gradients(const Grads& dy, const Saved& s) {
 
 }  // namespace
 
-const Op kSplit{.name = "split", .view = true, .flops_per_element = 0};
+const Op kSplit{
+    .name = "split", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 TensorList split(const Tensor& x, const Shape& sizes, int64_t dim) {
   check_defined(kSplit, "x", x);
@@ -223,7 +234,7 @@ TensorList split(const Tensor& x, const Shape& sizes, int64_t dim) {
                  "; dimension ", d, " of ", x, " has ", x.shape()[d]);
   const std::vector<int64_t> lengths = sizes.to_vector();
   return differentiable(
-      kSplit, {x},
+      along(kSplit, d), {x},
       [&](Inputs in) {
         TensorList parts;
         int64_t start = 0;
@@ -272,14 +283,15 @@ TensorList chunk(const Tensor& x, int64_t chunks, int64_t dim) {
   return split(x, (total + chunks - 1) / chunks, d);
 }
 
-const Op kUnbind{.name = "unbind", .view = true, .flops_per_element = 0};
+const Op kUnbind{
+    .name = "unbind", .marks = MarkRule::kMovement, .view = true, .flops_per_element = 0};
 
 TensorList unbind(const Tensor& x, int64_t dim) {
   check_defined(kUnbind, "x", x);
   TS_CHECK_SHAPE(x.dim() > 0, kUnbind, "needs at least one dimension; got ", x);
   const int d = wrap_dim(dim, x.dim(), kUnbind.name);
   return differentiable(
-      kUnbind, {x},
+      along(kUnbind, d, false), {x},
       [=](Inputs in) {
         TensorList parts;
         for (int64_t i = 0; i < in[0].shape()[d]; ++i) parts.push_back(raw::select(in[0], d, i));
@@ -299,7 +311,10 @@ static TensorList promoted(const TensorList& tensors, std::string_view where) {
   return result;
 }
 
-const Op kCat{.name = "cat", .autocast = Autocast::kWidest, .flops_per_element = 0};
+const Op kCat{.name = "cat",
+              .marks = MarkRule::kMovement,
+              .autocast = Autocast::kWidest,
+              .flops_per_element = 0};
 
 Tensor cat(const TensorList& tensors, int64_t dim) {
   for (const Tensor& tensor : tensors) check_defined(kCat, "one of the tensors", tensor);
@@ -325,7 +340,7 @@ Tensor cat(const TensorList& tensors, int64_t dim) {
     lengths.push_back(part.shape()[d]);
   }
   return differentiable(
-      kCat, parts, [=](Inputs in) { return kernels::cat(in, d); },
+      along(kCat, d), parts, [=](Inputs in) { return kernels::cat(in, d); },
       [=](Grads dy, const Saved& s) {
         TensorList grads(lengths.size());
         int64_t start = 0;
@@ -342,7 +357,10 @@ Tensor cat(const TensorList& tensors, int64_t dim) {
       });
 }
 
-const Op kStack{.name = "stack", .autocast = Autocast::kWidest, .flops_per_element = 0};
+const Op kStack{.name = "stack",
+                .marks = MarkRule::kMovement,
+                .autocast = Autocast::kWidest,
+                .flops_per_element = 0};
 
 Tensor stack(const TensorList& tensors, int64_t dim) {
   for (const Tensor& tensor : tensors) check_defined(kStack, "one of the tensors", tensor);
@@ -353,7 +371,7 @@ Tensor stack(const TensorList& tensors, int64_t dim) {
                    " and ", part);
   }
   return differentiable(
-      kStack, parts,
+      adding(kStack, d), parts,
       [=](Inputs in) {
         TensorList slices;
         for (const Tensor& part : in) slices.push_back(raw::unsqueeze(part, d));
@@ -362,7 +380,7 @@ Tensor stack(const TensorList& tensors, int64_t dim) {
       [=](Grads dy, const Saved&) { return unbind(dy[0], d); });
 }
 
-const Op kRepeat{.name = "repeat", .flops_per_element = 0};
+const Op kRepeat{.name = "repeat", .marks = MarkRule::kMovement, .flops_per_element = 0};
 
 Tensor repeat(const Tensor& x, const Shape& repeats) {
   check_defined(kRepeat, "x", x);
@@ -430,13 +448,13 @@ Tensor repeat_interleave(const Tensor& x, const Tensor& repeats, std::optional<i
   return index_select(source, d, source.is_meta() ? index : index.to(source.device()));
 }
 
-const Op kFlip{.name = "flip", .flops_per_element = 0};
+const Op kFlip{.name = "flip", .marks = MarkRule::kMovement, .flops_per_element = 0};
 
 Tensor flip(const Tensor& x, const Shape& dims) {
   check_defined(kFlip, "x", x);
   const Shape wrapped = dims.empty() ? Shape() : wrap_dims(dims, x.dim(), kFlip.name);
   return differentiable(
-      kFlip, {x},
+      along(kFlip, wrapped), {x},
       [=](Inputs in) {
         Maps maps(static_cast<size_t>(in[0].dim()));
         for (int64_t d : wrapped) {
@@ -449,7 +467,7 @@ Tensor flip(const Tensor& x, const Shape& dims) {
       [=](Grads dy, const Saved&) { return flip(dy[0], wrapped); });
 }
 
-const Op kRoll{.name = "roll", .flops_per_element = 0};
+const Op kRoll{.name = "roll", .marks = MarkRule::kMovement, .flops_per_element = 0};
 
 Tensor roll(const Tensor& x, const Shape& shifts, const Shape& dims) {
   check_defined(kRoll, "x", x);
@@ -487,7 +505,7 @@ Tensor roll(const Tensor& x, const Shape& shifts, const Shape& dims) {
       });
 }
 
-const Op kPad{.name = "pad", .flops_per_element = 0};
+const Op kPad{.name = "pad", .marks = MarkRule::kMovement, .flops_per_element = 0};
 const Op kPadBackward{.name = "pad_backward", .flops_per_element = 1};
 
 static Tensor pad_constant(const Tensor& x, const Shape& sizes, double value) {

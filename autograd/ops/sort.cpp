@@ -12,13 +12,13 @@ Tensor unsort(const Tensor& dy, int dim, const Tensor& indices, const Shape& sha
 
 }  // namespace
 
-const Op kSort{.name = "sort", .reads_outputs = outputs(1)};
+const Op kSort{.name = "sort", .marks = MarkRule::kAlongDims, .reads_outputs = outputs(1)};
 
 ValuesIndices sort(const Tensor& x, int64_t dim, bool descending) {
   check_defined(kSort, "x", x);
   const int d = wrap_dim(dim, x.dim(), kSort.name);
   const TensorList result = differentiable(
-      kSort, {x},
+      along(kSort, d), {x},
       [=](Inputs in) {
         kernels::SortedValues sorted = kernels::sort(in[0], d, descending);
         return TensorList{sorted.values, sorted.indices};
@@ -27,16 +27,16 @@ ValuesIndices sort(const Tensor& x, int64_t dim, bool descending) {
   return {result[0], result[1]};
 }
 
-const Op kArgsort{.name = "argsort"};
+const Op kArgsort{.name = "argsort", .marks = MarkRule::kAlongDims};
 
 Tensor argsort(const Tensor& x, int64_t dim, bool descending) {
   check_defined(kArgsort, "x", x);
   const int d = wrap_dim(dim, x.dim(), kArgsort.name);
-  return not_differentiable(kArgsort, {x},
+  return not_differentiable(along(kArgsort, d), {x},
                             [=](Inputs in) { return kernels::sort(in[0], d, descending).indices; });
 }
 
-const Op kTopk{.name = "topk", .reads_outputs = outputs(1)};
+const Op kTopk{.name = "topk", .marks = MarkRule::kAlongDims, .reads_outputs = outputs(1)};
 
 ValuesIndices topk(const Tensor& x, int64_t k, int64_t dim, bool largest) {
   check_defined(kTopk, "x", x);
@@ -46,7 +46,7 @@ ValuesIndices topk(const Tensor& x, int64_t k, int64_t dim, bool largest) {
            " of ", x, "; got ", k);
   if (x.dim() == 0) k = 1;  // a number is its own best, as in torch for k = 0 too
   const TensorList result = differentiable(
-      kTopk, {x},
+      along(kTopk, d), {x},
       [=](Inputs in) {
         kernels::SortedValues best = kernels::topk(in[0], k, d, largest);
         return TensorList{best.values, best.indices};

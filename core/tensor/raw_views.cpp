@@ -28,7 +28,11 @@ Tensor as_strided(const Tensor& x, const Shape& shape, const Shape& strides, int
   return with_geometry(x, shape, strides, offset);
 }
 
-Tensor alias(const Tensor& x) { return with_geometry(x, x.shape(), x.strides(), x.offset()); }
+Tensor alias(const Tensor& x) {
+  Tensor result = with_geometry(x, x.shape(), x.strides(), x.offset());
+  result.impl()->marks = x.impl()->marks;
+  return result;
+}
 
 Tensor as_parameter(const Tensor& x) {
   Tensor result = alias(x);

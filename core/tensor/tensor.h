@@ -51,6 +51,9 @@ class TensorImpl {
   std::shared_ptr<VersionCounter> version;
   std::unique_ptr<TensorSlot> autograd;
   std::unique_ptr<TensorSlot> guard;
+  // How the tensor lies along the axes of a compute mesh, 16 bits for each: what ops check
+  // (autograd/mark_rules.h). 0: as where there is none.
+  uint64_t marks = 0;
 
  private:
   friend class Tensor;
