@@ -304,6 +304,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"distributed/mesh/dtensor_inputs.h", "inside of DTensor, prepare() and load_model()"},
     {"distributed/mesh/matrix_exchange.h", "inside of DTensor, for optimizers of matrices"},
     {"distributed/mesh/redistribute.h", "inside of DTensor"},
+    {"distributed/tensor_parallel/", "inside of parallelize_module()"},
     {"distributed/rendezvous/", "how ranks meet; process_group.h and run_ranks.h are in it"},
     {"distributed/transport/", "backends; group.h and collectives.h are in it"},
     {"nn/call_scopes.h", "inside of fused ops"},

@@ -58,7 +58,8 @@ INSTANTIATE_TEST_SUITE_P(Table, Ops, testing::Range<size_t>(0, op_rows().size())
 TEST(OpTable, EveryRecordHasARow) {
   // Steps that other ops take, whose rows exercise them; what hooks of modules stand on, which
   // test_module covers, touch() of a sharded unit, which test_fully_shard_states does, what stands
-  // for ops of outlined models, which test_training_plan does; linear layers in fp8, which are
+  // for ops of outlined models, which test_training_plan does; convert() of marked tensors, which
+  // test_conversions does; linear layers in fp8, which are
   // no f64 within rounding and stand in test_fp8_linear and test_fp8_head; and the wrong variants
   // below.
   std::set<std::string_view> covered = {"as_strided_backward",
@@ -68,6 +69,7 @@ TEST(OpTable, EveryRecordHasARow) {
                                         "autocast_weight",
                                         "module_boundary",
                                         "touch",
+                                        "convert",
                                         "wrong_variant_of_the_tests",
                                         "listed_product",
                                         "listed_read",
