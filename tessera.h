@@ -87,6 +87,7 @@
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/mesh/parallel_dims.h>
 #include <tessera/distributed/sync_batch_norm.h>
+#include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/distributed/transport/process_group.h>

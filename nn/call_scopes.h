@@ -17,6 +17,8 @@ bool has_scopes_alone(const ModuleBase& module);
 
 // Whether a fused op may read the layer's weight instead of calling the layer.
 bool is_plain(const Linear& layer);
+// What the layer adds, as its boundary has it.
+Tensor bias_of(const Linear& layer);
 // To be called when it does: a layer that a recipe leaves out of fp8 counts its calls.
 void count_call(const Linear& layer, const Tensor& x);
 

@@ -2,6 +2,7 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/nn/init.h>
+#include <tessera/nn/parallel_style.h>
 
 namespace tessera::nn {
 
@@ -35,6 +36,8 @@ void Embedding::reset_parameters() {
 }
 
 Tensor Embedding::forward(const Tensor& index) {
+  if (const Boundary* const at = boundary())
+    return at->embedding(index, weight, options.padding_idx);
   return embedding(index, weight, options.padding_idx);
 }
 

@@ -7,6 +7,7 @@
 #include <tessera/autograd/fp8/layer.h>
 #include <tessera/core/context.h>
 #include <tessera/nn/call_scopes.h>
+#include <tessera/nn/parallel_style.h>
 #include <tessera/nn/read_by.h>
 
 namespace tessera::nn {
@@ -22,10 +23,28 @@ void count_call(const Linear& layer, const Tensor& x) {
   fp8->takes(x, layer.weight, numel_of(x.shape().slice(0, x.dim() - 1)));
 }
 
+Tensor entered(const ModuleBase& module, const Tensor& x) {
+  return module.boundary() == nullptr ? x : module.boundary()->enter(x);
+}
+
+namespace {
+
+Tensor left(const ModuleBase& module, const Tensor& y) {
+  return module.boundary() == nullptr ? y : module.boundary()->leave(y);
+}
+bool leaves_as_is(const ModuleBase& module) {
+  return module.boundary() == nullptr || module.boundary()->leaves_as_is();
+}
+bool enters_as_is(const ModuleBase& module) {
+  return module.boundary() == nullptr || module.boundary()->enters_as_is();
+}
+
+}  // namespace
+
 Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate) {
-  if (!is_plain(layer)) return gelu(layer(x), approximate);
+  if (!is_plain(layer) || !leaves_as_is(layer)) return gelu(layer(x), approximate);
   count_call(layer, x);
-  return tessera::linear_gelu(x, layer.weight, layer.bias, approximate);
+  return tessera::linear_gelu(entered(layer, x), layer.weight, bias_of(layer), approximate);
 }
 
 namespace {
@@ -39,6 +58,7 @@ bool has_one_scale(const Fp8Linear& layer) {
 // to be.
 Tensor fp8_linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu approximate) {
   if (!has_scopes_alone(inner) || !has_scopes_alone(outer)) return {};
+  if (inner.boundary() != nullptr || outer.boundary() != nullptr) return {};
   const std::shared_ptr<Fp8Linear> first = inner.fp8(), second = outer.fp8();
   if (first == nullptr || second == nullptr || !has_one_scale(*first)) return {};
   if (x.numel() == 0 || x.size(-1) != inner.weight.size(1)) return {};
@@ -67,17 +87,20 @@ Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu ap
     const Tensor y = fp8_linear_gelu_linear(inner, outer, x, approximate);
     if (y.defined()) return y;
   }
-  if (!is_plain(inner) || !is_plain(outer)) return outer(linear_gelu(inner, x, approximate));
+  if (!is_plain(inner) || !is_plain(outer) || !leaves_as_is(inner) || !enters_as_is(outer)) {
+    return outer(linear_gelu(inner, x, approximate));
+  }
   for (const Linear* each : {&inner, &outer}) count_call(*each, x);
-  return tessera::linear_gelu_linear(x, inner.weight, inner.bias, outer.weight, outer.bias,
-                                     approximate);
+  return left(outer, tessera::linear_gelu_linear(entered(inner, x), inner.weight, bias_of(inner),
+                                                 outer.weight, bias_of(outer), approximate));
 }
 
 namespace {
 
 Fp8Reader reader_of(const Linear& layer) {
   const auto fp8 = layer.fp8();
-  // An adapter inside of the layer reads, too.
+  // An adapter inside of the layer reads, too, and a boundary has x made another tensor first.
+  if (layer.boundary() != nullptr) return {};
   if (fp8 == nullptr || fp8->is_left_out() || layer.num_children() > 0) return {};
   return {fp8, &layer.weight};
 }
@@ -88,7 +111,7 @@ ReadBy::ReadBy(const Linear& reader)
     : scope_(Context::current().slot<Fp8Reader>(), reader_of(reader)) {}
 
 Tensor embedding_add(Embedding& table, const Tensor& index, const Tensor& other) {
-  if (table.has_hooks()) return table(index) + other;
+  if (table.has_hooks() || table.boundary() != nullptr) return table(index) + other;
   return tessera::embedding_add(index, table.weight, other, table.options.padding_idx);
 }
 
@@ -98,8 +121,10 @@ ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor&
     const Tensor sum = dropout(x, drop) + residual;
     return {sum, norm(sum)};
   }
-  return tessera::residual_layer_norm(x, residual, norm.normalized_shape, norm.weight, norm.bias,
-                                      norm.options.eps, drop);
+  const Tensor given = entered(norm, x), before = entered(norm, residual);
+  const auto [sum, normalized] = tessera::residual_layer_norm(
+      given, before, norm.normalized_shape, norm.weight, norm.bias, norm.options.eps, drop);
+  return {sum, left(norm, normalized)};
 }
 
 ResidualNorm residual_rms_norm(RMSNorm& norm, const Tensor& x, const Tensor& residual) {
@@ -107,22 +132,35 @@ ResidualNorm residual_rms_norm(RMSNorm& norm, const Tensor& x, const Tensor& res
     const Tensor sum = x + residual;
     return {sum, norm(sum)};
   }
-  return tessera::residual_rms_norm(x, residual, norm.normalized_shape, norm.weight,
-                                    norm.options.eps);
+  const Tensor given = entered(norm, x), before = entered(norm, residual);
+  const auto [sum, normalized] = tessera::residual_rms_norm(given, before, norm.normalized_shape,
+                                                            norm.weight, norm.options.eps);
+  return {sum, left(norm, normalized)};
 }
 
 Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
                             int64_t ignore_index, Reduction reduction) {
+  const Tensor classes = target.dim() == 1 ? target : target.reshape({target.numel()});
+  // Of what has entered: a part of the tokens has other rows.
+  const auto rows_of = [&](const Tensor& each) {
+    return each.dim() == 2 ? each : each.reshape({classes.size(0), each.size(-1)});
+  };
   if (head.bias.defined() || !has_scopes_alone(head)) {
-    return cross_entropy(head(x), target, {.ignore_index = ignore_index, .reduction = reduction});
+    const Tensor logits = rows_of(head(x));
+    return cross_entropy(logits, classes, {.ignore_index = ignore_index, .reduction = reduction});
   }
   ModuleCall call(head);
   try {
     if (call.has_hooks()) call.before({});
-    if (const auto fp8 = head.fp8()) {
-      return linear_cross_entropy_by(fp8, x, head.weight, target, ignore_index, reduction);
+    const Tensor rows = rows_of(entered(head, x));
+    if (head.boundary() != nullptr && reduction != Reduction::kNone) {
+      return head.boundary()->linear_cross_entropy(rows, head.weight, classes, ignore_index,
+                                                   reduction == Reduction::kMean);
     }
-    return tessera::linear_cross_entropy(x, head.weight, target, ignore_index, reduction);
+    if (const auto fp8 = head.fp8()) {
+      return linear_cross_entropy_by(fp8, rows, head.weight, classes, ignore_index, reduction);
+    }
+    return tessera::linear_cross_entropy(rows, head.weight, classes, ignore_index, reduction);
   } catch (...) {
     call.rethrow_named();
   }
@@ -134,6 +172,7 @@ bool fuses_products(const Tensor& x, const Tensor& other,
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
   if (autocast.enabled && autocast.dtype != x.dtype()) return false;
   return std::ranges::all_of(modules, [](const ModuleBase* one) {
+    if (one->boundary() != nullptr) return false;
     const auto* layer = dynamic_cast<const Linear*>(one);
     return layer != nullptr ? is_plain(*layer) : !one->has_hooks();
   });

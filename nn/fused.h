@@ -39,8 +39,8 @@ ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor&
                                  double drop = 0);
 ResidualNorm residual_rms_norm(RMSNorm& norm, const Tensor& x, const Tensor& residual);
 
-// cross_entropy(head(x), target). x: [N, C]; target: [N]. A head with a bias, or with hooks other
-// than scopes, is called, and its logits are materialized.
+// cross_entropy(head(x), target) over all rows. x: [..., C]; target: [...]. A head with a bias, or
+// with hooks other than scopes, is called, and its logits are materialized.
 Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
                             int64_t ignore_index = -100, Reduction reduction = Reduction::kMean);
 
@@ -49,6 +49,10 @@ Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
 // alone has few tiles and their gradients of x must be added up. Undefined if the layers have to be
 // called.
 Tensor stacked_linear(std::initializer_list<Linear*> layers, const Tensor& x);
+
+// x as the module's boundary (parallel_style.h) has it, x itself where there is none: for several
+// modules that read it and begin alike, so that it is converted once.
+Tensor entered(const ModuleBase& module, const Tensor& x);
 
 struct MlpOptions {
   Gelu approximate = Gelu::kNone;

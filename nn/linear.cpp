@@ -6,6 +6,7 @@
 #include <tessera/nn/call_scopes.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/init.h>
+#include <tessera/nn/parallel_style.h>
 
 namespace tessera::nn {
 
@@ -25,13 +26,19 @@ void Linear::reset_parameters() {
   if (bias.defined()) init::uniform(bias, -bound, bound, initial_stream("bias"));
 }
 
+Tensor bias_of(const Linear& layer) {
+  const Boundary* const boundary = layer.boundary();
+  return boundary == nullptr ? layer.bias : boundary->bias(layer.bias);
+}
+
 Tensor Linear::forward(const Tensor& x) {
+  const Tensor added = bias_of(*this);
   if (const Tensor residual = take_residual(*this, x); residual.defined()) {
     count_call(*this, x);
-    return linear(x, weight, bias, residual);
+    return linear(x, weight, added, residual);
   }
-  if (const auto layer = fp8()) return linear_by(layer, x, weight, bias);
-  return linear(x, weight, bias);
+  if (const auto layer = fp8()) return linear_by(layer, x, weight, added);
+  return linear(x, weight, added);
 }
 
 std::string Linear::extra_repr() const {

@@ -23,6 +23,7 @@
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/call_scopes.h>
+#include <tessera/nn/parallel_style.h>
 #include <tessera/nn/structure.h>
 #include <tessera/nn/tied_values.h>
 
@@ -130,13 +131,31 @@ HookHandle ModuleBase::checkpoint_calls() {
 bool ModuleBase::has_hooks() const { return hooks_ && !hooks_->empty(); }
 bool has_scopes_alone(const ModuleBase& module) { return scopes_alone_of(module); }
 
+// ---- Parts on several ranks --------------------------------------------------------------------
+
+std::vector<StyledModules> ModuleBase::parallel_styles() const { return {}; }
+void ModuleBase::set_boundary(std::shared_ptr<const Boundary> boundary) {
+  boundary_ = std::move(boundary);
+}
+
+Tensor Boundary::embedding(const Tensor& index, const Tensor& weight,
+                           std::optional<int64_t> padding_idx) const {
+  return tessera::embedding(index, weight, padding_idx);
+}
+Tensor Boundary::linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                                      int64_t ignore_index, bool mean) const {
+  return tessera::linear_cross_entropy(x, weight, target, ignore_index,
+                                       mean ? Reduction::kMean : Reduction::kSum);
+}
+
 // ---- Calls -------------------------------------------------------------------------------------
 
 namespace {
 
 // Stands at the inputs and at the outputs of a module that has backward hooks: the same elements,
 // and a place on the tape where all their gradients are known at once.
-const Op kModuleBoundary{.name = "module_boundary", .flops_per_element = 0};
+const Op kModuleBoundary{
+    .name = "module_boundary", .marks = MarkRule::kLinear, .flops_per_element = 0};
 
 TensorList boundary(const TensorList& tensors, BackwardFunction backward) {
   return differentiable(
@@ -289,9 +308,13 @@ Tensor call_with_one_tensor(ModuleBase& module,
                             const Tensor& x) {
   ModuleCall call(module);
   try {
-    if (!call.has_hooks()) [[likely]]
-      return forward(module, x);
-    Tensor input = x;  // which hooks may change
+    const Boundary* const boundary = module.boundary();
+    if (!call.has_hooks()) [[likely]] {
+      if (boundary == nullptr) [[likely]]
+        return forward(module, x);
+      return boundary->leave(forward(module, boundary->enter(x)));
+    }
+    Tensor input = boundary == nullptr ? x : boundary->enter(x);  // which hooks may change
     const std::vector<Tensor*> inputs =
         input.defined() ? std::vector<Tensor*>{&input} : std::vector<Tensor*>{};
     call.before(inputs);
@@ -309,7 +332,7 @@ Tensor call_with_one_tensor(ModuleBase& module,
     const std::vector<Tensor*> outputs =
         output.defined() ? std::vector<Tensor*>{&output} : std::vector<Tensor*>{};
     call.after(inputs, outputs);
-    return output;
+    return boundary == nullptr ? output : boundary->leave(output);
   } catch (...) {
     call.rethrow_named();
   }

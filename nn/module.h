@@ -54,6 +54,8 @@
 namespace tessera::nn {
 
 class ModuleBase;
+class Boundary;  // parallel_style.h
+struct StyledModules;
 
 // ---- Hooks -------------------------------------------------------------------------------------
 
@@ -235,6 +237,13 @@ class ModuleBase {
   // Costs one load and a few comparisons.
   bool has_hooks() const;
 
+  // ---- Parts on several ranks (parallel_style.h)
+  // How the modules inside of this one may be divided, by names in this one. None: they are whole.
+  virtual std::vector<StyledModules> parallel_styles() const;
+  // Of calls that map one tensor to one; nullptr takes it away. The module keeps it.
+  void set_boundary(std::shared_ptr<const Boundary> boundary);
+  const Boundary* boundary() const { return boundary_.get(); }
+
   // forward of modules that map one tensor to one, by a type-erased call, for Sequential. Throws
   // UnsupportedError for others.
   virtual Tensor call_tensor(const Tensor& x) = 0;
@@ -361,6 +370,7 @@ class ModuleBase {
   std::deque<Buffer> buffers_;
   std::shared_ptr<Hooks> hooks_;  // none while nobody registered one
   std::unique_ptr<ModuleExtension> extension_;
+  std::shared_ptr<const Boundary> boundary_;
   bool training_ = true;
 };
 
@@ -469,10 +479,8 @@ Tensor call_with_one_tensor(ModuleBase& module,
 
 template <class... Args>
 inline constexpr bool is_one_tensor = false;
-template <>
-inline constexpr bool is_one_tensor<Tensor&> = true;
-template <>
-inline constexpr bool is_one_tensor<const Tensor&> = true;
+template <class Arg>
+inline constexpr bool is_one_tensor<Arg> = std::is_convertible_v<Arg, OneTensor>;
 
 }  // namespace detail
 

@@ -151,6 +151,12 @@ Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipO
   TS_CHECK_AS(UnsupportedError, scale == 1 || gpu::Capture::current() == nullptr, "clip_grad_norm",
               "a factor of the host would be a constant of the graph; keep it on the device (a "
               "GradScaler with on_device)");
+  for (const Tensor& parameter : parameters) {
+    TS_CHECK_AS(UnsupportedError, parameter.impl()->marks == 0, "clip_grad_norm", "a parameter, ",
+                parameter,
+                ", is this rank's part of one that ranks calculate with together; the norm would "
+                "be that of the part");
+  }
   const TensorList gradients = gradients_of(parameters);
   const std::vector<Cut> cuts = cuts_of(parameters, "clip_grad_norm");
   const bool is_parted =

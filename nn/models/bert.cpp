@@ -40,18 +40,20 @@ SelfAttention::SelfAttention(const BertConfig& config)
       key(add<Linear>("key", config.width, config.width)),
       value(add<Linear>("value", config.width, config.width)) {}
 
-Tensor SelfAttention::forward(const Tensor& x, const VisibleKeys& keys) {
-  const int64_t B = x.size(0), T = x.size(1), C = x.size(2);
+Tensor SelfAttention::forward(const Tensor& given, const VisibleKeys& keys) {
+  // As many heads as the layers give: where ranks share them, each has some.
+  const Tensor x = entered(query, given);
+  const int64_t B = x.size(0), T = x.size(1), E = x.size(2) / heads;
   const AttentionOptions options{
       .mask = keys.mask, .lengths = keys.lengths, .dropout = is_training() ? dropout : 0};
   const Tensor packed = stacked_linear({&query, &key, &value}, x);
-  if (packed.defined()) return packed_attention(packed.view({B, T, 3, heads, C / heads}), options);
+  if (packed.defined()) return packed_attention(packed.view({B, T, 3, heads, E}), options);
   const auto by_head = [&](const Tensor& y) {
-    return y.view({B, T, heads, C / heads}).transpose(1, 2);
+    return y.view({B, T, y.size(2) / E, E}).transpose(1, 2);
   };
   const Tensor y =
       scaled_dot_product_attention(by_head(query(x)), by_head(key(x)), by_head(value(x)), options);
-  return y.transpose(1, 2).reshape({B, T, C});
+  return y.transpose(1, 2).reshape({B, T, y.size(1) * E});
 }
 
 SublayerOutput::SublayerOutput(int64_t inputs, const BertConfig& config)
@@ -132,6 +134,19 @@ Bert::Bert(const BertConfig& config)
       }()),
       classifier(add<Linear>("classifier", config.width, config.labels)) {
   if (ParameterDefaultsGuard::current().initialise) initialise();
+}
+
+std::vector<StyledModules> Bert::parallel_styles() const {
+  using enum ParallelStyle;
+  std::vector<StyledModules> styles{{"bert.embeddings.word_embeddings", kVocabulary}};
+  for (const char* part : {"query", "key", "value"}) {
+    styles.push_back(
+        {std::string("bert.encoder.layer.*.attention.self.") + part, kColumnwise, 1, config.heads});
+  }
+  styles.push_back({"bert.encoder.layer.*.attention.output.dense", kRowwise});
+  styles.push_back({"bert.encoder.layer.*.intermediate.dense", kColumnwise});
+  styles.push_back({"bert.encoder.layer.*.output.dense", kRowwise});
+  return styles;
 }
 
 // Normal with deviation initializer_range, biases zero, as google-research/bert.

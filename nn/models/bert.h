@@ -23,6 +23,7 @@
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
+#include <tessera/nn/parallel_style.h>
 
 namespace tessera::nn::models {
 
@@ -179,6 +180,7 @@ class Bert : public Module<Bert> {
   void save_pretrained(const StateDict& weights, const std::string& folder) const;
 
   std::unique_ptr<Bert> remake() const { return std::make_unique<Bert>(config); }
+  std::vector<StyledModules> parallel_styles() const override;
 
   const BertConfig config;
   models::bert::Model& bert;

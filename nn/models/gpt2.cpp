@@ -42,8 +42,10 @@ Attention::Attention(const GptConfig& config, size_t layer)
       c_proj(add<Linear>("c_proj", config.width, config.width)) {}
 
 Tensor Attention::forward(const Tensor& x, KvCache* cache) {
-  const int64_t B = x.size(0), T = x.size(1), C = x.size(2), E = C / heads;
-  const Tensor packed = c_attn(x).view({B, T, 3, heads, E});
+  // Tokens and heads are those that the result has: where ranks share the layer, each has some heads.
+  const Tensor all = c_attn(x);
+  const int64_t B = all.size(0), T = all.size(1), E = x.size(2) / heads;
+  const Tensor packed = all.view({B, T, 3, all.size(2) / (3 * E), E});
   if (cache == nullptr) {
     return c_proj(
         packed_attention(packed, {.dropout = is_training() ? dropout : 0, .causal = true}));
@@ -58,7 +60,7 @@ Tensor Attention::forward(const Tensor& x, KvCache* cache) {
     options.mask = tril(ones({T, before + T}, {.dtype = kBool, .device = x.device()}), before);
   }
   const Tensor y = scaled_dot_product_attention(part(0), keys, values, options);
-  return c_proj(y.transpose(1, 2).reshape({B, T, C}));
+  return c_proj(y.transpose(1, 2).reshape({B, T, y.size(1) * E}));
 }
 
 Block::Block(const GptConfig& config, size_t layer)
@@ -121,6 +123,19 @@ Gpt::Gpt(const GptConfig& config)
   if (ParameterDefaultsGuard::current().initialise) initialise();
 }
 
+std::vector<StyledModules> Gpt::parallel_styles() const {
+  using enum ParallelStyle;
+  return {{"transformer.wte", kVocabulary},
+          {"transformer.wpe", kSequence},
+          {"transformer.h.*.ln_*", kSequence},
+          {"transformer.h.*.attn.c_attn", kColumnwise, 3, config.heads},
+          {"transformer.h.*.attn.c_proj", kRowwise},
+          {"transformer.h.*.mlp.c_fc", kColumnwise},
+          {"transformer.h.*.mlp.c_proj", kRowwise},
+          {"transformer.ln_f", kSequence},
+          {"lm_head", kLossHead}};
+}
+
 // Normal with deviation initializer_range; projections into the residual stream are scaled by
 // 1 / sqrt(their number), which keeps its variance at depth (GPT-2 paper, 2.3).
 void Gpt::initialise() {
@@ -142,12 +157,11 @@ GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logit
   if (!targets.defined()) {
     return {.logits = lm_head(logits == Logits::kLast ? last(x) : x), .loss = {}};
   }
+  if (logits == Logits::kWithoutLoss) {
+    return {.logits = {}, .loss = linear_cross_entropy(lm_head, x, targets)};
+  }
   const Tensor flat_targets = targets.reshape({targets.numel()});
   const int64_t N = flat_targets.numel();
-  if (logits == Logits::kWithoutLoss) {
-    const Tensor loss = linear_cross_entropy(lm_head, x.reshape({N, config.width}), flat_targets);
-    return {.logits = {}, .loss = loss};
-  }
   const Tensor all = lm_head(x);
   return {.logits = logits == Logits::kLast ? last(all) : all,
           .loss = cross_entropy(all.view({N, config.vocab_size}), flat_targets)};

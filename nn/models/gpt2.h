@@ -20,6 +20,7 @@
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
+#include <tessera/nn/parallel_style.h>
 #include <tessera/nn/transformer/residual.h>
 
 namespace tessera::nn::models {
@@ -144,6 +145,7 @@ class Gpt : public Module<Gpt> {
                        const std::map<std::string, std::string>& metadata = {}) const;
 
   std::unique_ptr<Gpt> remake() const { return std::make_unique<Gpt>(config); }
+  std::vector<StyledModules> parallel_styles() const override;
 
   const GptConfig config;
   gpt2::Transformer& transformer;

@@ -66,7 +66,9 @@ Attention::Attention(const LlamaConfig& config, int64_t layer)
   k_norm = &add<RMSNorm>("k_norm", config.head(), norm_options(config));
 }
 
-Tensor Attention::forward(const Tensor& x, const Positions& positions, KvCache* cache) {
+Tensor Attention::forward(const Tensor& given, const Positions& positions, KvCache* cache) {
+  // Tokens and heads are those that tensors have: where ranks share the layer, each has some heads.
+  const Tensor x = entered(q_proj, given);
   const int64_t B = x.size(0), T = x.size(1), E = config.head();
   const auto split = [&](const Tensor& y, RMSNorm* norm = nullptr) {
     const Tensor heads = y.view({B, T, y.size(-1) / E, E});
@@ -79,7 +81,7 @@ Tensor Attention::forward(const Tensor& x, const Positions& positions, KvCache* 
   const Tensor mixed =
       scaled_dot_product_attention(queries, held.keys, held.values,
                                    config.window_of(layer) > 0 ? positions.window : positions.all);
-  return o_proj(mixed.transpose(1, 2).reshape({B, T, config.heads * E}));
+  return o_proj(mixed.transpose(1, 2).reshape({B, T, mixed.size(1) * E}));
 }
 
 GatedMlp::GatedMlp(const LlamaConfig& config)
@@ -150,9 +152,22 @@ LlamaOutput Llama::forward(const Tensor& tokens, const Tensor& targets, bool las
   if (!targets.defined()) {
     return {.logits = lm_head(last_only ? x.narrow(1, x.size(1) - 1, 1) : x), .loss = {}};
   }
-  const Tensor flat = targets.reshape({targets.numel()});
-  return {.logits = {},
-          .loss = linear_cross_entropy(lm_head, x.reshape({flat.size(0), config.width}), flat)};
+  return {.logits = {}, .loss = linear_cross_entropy(lm_head, x, targets)};
+}
+
+std::vector<StyledModules> Llama::parallel_styles() const {
+  using enum ParallelStyle;
+  return {{"model.embed_tokens", kVocabulary},
+          {"model.layers.*.*_layernorm", kSequence},
+          {"model.layers.*.self_attn.q_proj", kColumnwise, 1, config.heads},
+          {"model.layers.*.self_attn.k_proj", kColumnwise, 1, config.keys()},
+          {"model.layers.*.self_attn.v_proj", kColumnwise, 1, config.keys()},
+          {"model.layers.*.self_attn.o_proj", kRowwise},
+          {"model.layers.*.mlp.gate_proj", kColumnwise},
+          {"model.layers.*.mlp.up_proj", kColumnwise},
+          {"model.layers.*.mlp.down_proj", kRowwise},
+          {"model.norm", kSequence},
+          {"lm_head", kLossHead}};
 }
 
 }  // namespace tessera::nn::models

@@ -17,6 +17,7 @@
 #include <tessera/nn/linear.h>
 #include <tessera/nn/models/llama_config.h>
 #include <tessera/nn/norm.h>
+#include <tessera/nn/parallel_style.h>
 #include <tessera/nn/transformer/rotary.h>
 
 namespace tessera::nn::models {
@@ -69,7 +70,10 @@ struct Attention : Module<Attention> {
 // "SwiGLU" (Shazeer 2020): down(silu(gate(x)) * up(x)).
 struct GatedMlp : Module<GatedMlp> {
   explicit GatedMlp(const LlamaConfig& config);
-  Tensor forward(const Tensor& x) { return down_proj(silu(gate_proj(x)) * up_proj(x)); }
+  Tensor forward(const Tensor& given) {
+    const Tensor x = entered(gate_proj, given);
+    return down_proj(silu(gate_proj(x)) * up_proj(x));
+  }
 
   Linear& gate_proj;
   Linear& up_proj;
@@ -122,6 +126,7 @@ class Llama : public Module<Llama> {
   void save_pretrained(const std::string& folder, const std::string& max_shard_size = "10GB") const;
 
   std::unique_ptr<Llama> remake() const { return std::make_unique<Llama>(config); }
+  std::vector<StyledModules> parallel_styles() const override;
 
   const LlamaConfig config;
   llama::Decoder& model;

@@ -1,0 +1,337 @@
+#include <tessera/distributed/tensor_parallel/parallelize.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/element_guard.h>
+#include <tessera/core/tensor/raw_views.h>
+#include <tessera/distributed/mesh/placement.h>
+#include <tessera/distributed/tensor_parallel/compute_mesh.h>
+#include <tessera/distributed/tensor_parallel/convert.h>
+#include <tessera/distributed/tensor_parallel/vocabulary.h>
+#include <tessera/distributed/transport/collectives.h>
+#include <tessera/nn/dropout.h>
+#include <tessera/nn/embedding.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/norm.h>
+
+namespace tessera::distributed {
+namespace {
+
+using nn::ParallelStyle;
+using nn::StyledModules;
+
+constexpr const char* kWhere = "parallelize_module";
+
+std::string_view name_of(ParallelStyle style) {
+  switch (style) {
+    case ParallelStyle::kWhole:
+      return "kWhole";
+    case ParallelStyle::kColumnwise:
+      return "kColumnwise";
+    case ParallelStyle::kRowwise:
+      return "kRowwise";
+    case ParallelStyle::kVocabulary:
+      return "kVocabulary";
+    case ParallelStyle::kLossHead:
+      return "kLossHead";
+    case ParallelStyle::kSequence:
+      return "kSequence";
+  }
+  return "?";
+}
+
+// ---- Boundaries ---------------------------------------------------------------------------------
+
+class StyleBoundary : public nn::Boundary {
+ public:
+  StyleBoundary(std::string axis, bool sequence) : axis_(std::move(axis)), sequence_(sequence) {}
+
+ protected:
+  Tensor replicated(const Tensor& x) const { return convert(x, axis_, Mark::replicated()); }
+  // Between divided layers activations lie by tokens, or are whole.
+  Tensor outside(const Tensor& y) const {
+    return convert(y, axis_, sequence_ ? Mark::shard(y.dim() - 2) : Mark::invariant());
+  }
+  const std::string axis_;
+  const bool sequence_;
+};
+
+class Columnwise final : public StyleBoundary {
+ public:
+  using StyleBoundary::StyleBoundary;
+  Tensor enter(const Tensor& x) const override { return replicated(x); }
+  bool enters_as_is() const override { return false; }
+};
+
+class Rowwise final : public StyleBoundary {
+ public:
+  using StyleBoundary::StyleBoundary;
+  Tensor leave(const Tensor& y) const override { return outside(y); }
+  bool leaves_as_is() const override { return false; }
+  Tensor bias(const Tensor& bias) const override {
+    return bias.defined() ? convert(bias, axis_, Mark::summand()) : bias;
+  }
+};
+
+class Sequence final : public StyleBoundary {
+ public:
+  Sequence(std::string axis, int dim_from_end)
+      : StyleBoundary(std::move(axis), true), dim_from_end_(dim_from_end) {}
+  Tensor enter(const Tensor& x) const override {
+    return convert(x, axis_, Mark::shard(x.dim() - dim_from_end_));
+  }
+  bool enters_as_is() const override { return false; }
+
+ private:
+  const int dim_from_end_;
+};
+
+class Vocabulary final : public StyleBoundary {
+ public:
+  Vocabulary(VocabularyPart part, bool sequence)
+      : StyleBoundary(part.axis, sequence), part_(std::move(part)) {}
+  Tensor embedding(const Tensor& index, const Tensor& weight,
+                   std::optional<int64_t> padding_idx) const override {
+    return distributed::embedding(part_, index, weight, padding_idx);
+  }
+  Tensor leave(const Tensor& y) const override { return outside(y); }
+  bool leaves_as_is() const override { return false; }
+
+ private:
+  const VocabularyPart part_;
+};
+
+class LossHead final : public StyleBoundary {
+ public:
+  LossHead(VocabularyPart part, bool sequence)
+      : StyleBoundary(part.axis, sequence), part_(std::move(part)) {}
+  Tensor enter(const Tensor& x) const override { return replicated(x); }
+  bool enters_as_is() const override { return false; }
+  Tensor leave(const Tensor& logits) const override {
+    return convert(logits, axis_, Mark::invariant(), {.length = part_.whole});
+  }
+  bool leaves_as_is() const override { return false; }
+  Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                              int64_t ignore_index, bool mean) const override {
+    return distributed::linear_cross_entropy(part_, x, weight, target, ignore_index, mean);
+  }
+
+ private:
+  const VocabularyPart part_;
+};
+
+// ---- Which modules ------------------------------------------------------------------------------
+
+// * stands for any letters but a dot.
+bool matches(std::string_view pattern, std::string_view name) {
+  if (pattern.empty()) return name.empty();
+  if (pattern[0] != '*') {
+    return !name.empty() && name[0] == pattern[0] && matches(pattern.substr(1), name.substr(1));
+  }
+  for (size_t length = 0;; ++length) {
+    if (matches(pattern.substr(1), name.substr(length))) return true;
+    if (length == name.size() || name[length] == '.') return false;
+  }
+}
+
+std::string listed(const std::vector<std::string>& names) {
+  constexpr size_t kMost = 20;
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kMost); ++i) text += (i ? ", " : "") + names[i];
+  return names.size() > kMost ? text + ", ..." : text;
+}
+
+struct Styled {
+  std::string name;
+  nn::ModuleBase* module;
+  StyledModules entry;
+};
+
+std::vector<StyledModules> table_of(nn::ModuleBase& model) {
+  std::vector<StyledModules> table;
+  for (const auto& [name, module] : model.named_modules()) {
+    for (StyledModules entry : module->parallel_styles()) {
+      if (!name.empty()) entry.pattern = name + "." + entry.pattern;
+      table.push_back(std::move(entry));
+    }
+  }
+  return table;
+}
+
+// Each module once, by the first entry that names it.
+std::vector<Styled> styled_modules(nn::ModuleBase& model, const std::vector<StyledModules>& table) {
+  TS_CHECK_AS(ConfigError, !table.empty(), kWhere, model.type_name(),
+              " does not say how it may be divided; give .styles, or let it have "
+              "parallel_styles()");
+  std::vector<Styled> result;
+  std::vector<bool> used(table.size(), false);
+  std::vector<std::string> names;
+  for (const auto& [name, module] : model.named_modules()) {
+    names.push_back(name);
+    bool found = false;
+    for (size_t i = 0; i < table.size(); ++i) {
+      if (!matches(table[i].pattern, name)) continue;
+      used[i] = true;
+      if (!found) result.push_back({name, module, table[i]});
+      found = true;
+    }
+  }
+  for (size_t i = 0; i < table.size(); ++i) {
+    TS_CHECK_AS(ConfigError, used[i], kWhere, "no module is named '", table[i].pattern,
+                "'; there are ", listed(names));
+  }
+  return result;
+}
+
+// ---- What becomes of them -----------------------------------------------------------------------
+
+class Division {
+ public:
+  Division(ComputeMesh& compute, const std::string& axis, bool sequence)
+      : compute_(compute),
+        axis_(axis),
+        position_(compute.position(axis)),
+        ranks_(compute.group(position_).size()),
+        rank_(compute.group(position_).rank()),
+        sequence_(sequence) {}
+
+  void divide(const Styled& styled) {
+    TS_CHECK_AS(ConfigError, styled.module->boundary() == nullptr, kWhere, "'", styled.name,
+                "' is divided already");
+    const StyledModules& entry = styled.entry;
+    switch (entry.style) {
+      case ParallelStyle::kWhole:
+        return;
+      case ParallelStyle::kColumnwise: {
+        const auto& layer = as<nn::Linear>(styled);
+        check_divides(styled, "outputs", layer.out_features, entry.blocks);
+        if (entry.heads > 0) check_divides(styled, "heads", entry.heads, 1);
+        cut(styled, "weight", layer.weight, Mark::shard(0, static_cast<int>(entry.blocks)));
+        cut(styled, "bias", layer.bias, Mark::shard(0, static_cast<int>(entry.blocks)));
+        return set(styled, std::make_shared<Columnwise>(axis_, sequence_));
+      }
+      case ParallelStyle::kRowwise: {
+        const auto& layer = as<nn::Linear>(styled);
+        check_divides(styled, "inputs", layer.in_features, entry.blocks);
+        cut(styled, "weight", layer.weight, Mark::shard(1, static_cast<int>(entry.blocks)));
+        return set(styled, std::make_shared<Rowwise>(axis_, sequence_));
+      }
+      case ParallelStyle::kVocabulary: {
+        const auto& table = as<nn::Embedding>(styled);
+        const VocabularyPart part = part_of(styled, table.num_embeddings);
+        cut(styled, "weight", table.weight, Mark::shard(0));
+        return set(styled, std::make_shared<Vocabulary>(part, sequence_));
+      }
+      case ParallelStyle::kLossHead: {
+        const auto& layer = as<nn::Linear>(styled);
+        const VocabularyPart part = part_of(styled, layer.out_features);
+        cut(styled, "weight", layer.weight, Mark::shard(0));
+        cut(styled, "bias", layer.bias, Mark::shard(0));
+        return set(styled, std::make_shared<LossHead>(part, sequence_));
+      }
+      case ParallelStyle::kSequence: {
+        const bool is_table = dynamic_cast<nn::Embedding*>(styled.module) != nullptr;
+        TS_CHECK_AS(ConfigError,
+                    is_table || dynamic_cast<nn::LayerNorm*>(styled.module) != nullptr ||
+                        dynamic_cast<nn::RMSNorm*>(styled.module) != nullptr ||
+                        dynamic_cast<nn::Dropout*>(styled.module) != nullptr,
+                    kWhere, "kSequence serves LayerNorm, RMSNorm, Dropout and Embedding; '",
+                    styled.name, "' is a ", styled.module->type_name());
+        if (!sequence_) return;
+        for (const auto& [name, parameter] : styled.module->named_parameters()) {
+          mark(styled, name, parameter, Mark::replicated());
+        }
+        return set(styled, std::make_shared<Sequence>(axis_, is_table ? 1 : 2));
+      }
+    }
+  }
+
+ private:
+  template <class T>
+  T& as(const Styled& styled) const {
+    auto* module = dynamic_cast<T*>(styled.module);
+    TS_CHECK_AS(ConfigError, module != nullptr, kWhere, name_of(styled.entry.style),
+                " does not serve '", styled.name, "', a ", styled.module->type_name());
+    return *module;
+  }
+
+  void check_divides(const Styled& styled, const char* what, int64_t size, int64_t blocks) const {
+    TS_CHECK_AS(ConfigError, blocks >= 1 && size % (blocks * ranks_) == 0, kWhere, "the ", size,
+                " ", what, " of '", styled.name, "' do not divide among ", ranks_, " ranks in ",
+                blocks, " blocks; ", what, " that are a multiple of ", blocks * ranks_,
+                " would, or another number of ranks");
+  }
+
+  VocabularyPart part_of(const Styled& styled, int64_t entries) const {
+    const auto [begin, end] = chunk_of(entries, ranks_, ranks_ - 1);
+    TS_CHECK_AS(ConfigError, end > begin, kWhere, "the ", entries, " entries of '", styled.name,
+                "' are too few for ", ranks_, " ranks");
+    return {axis_, chunk_of(entries, ranks_, rank_).first, entries};
+  }
+
+  void mark(const Styled& styled, const std::string& name, const Tensor& parameter,
+            const Mark& as) const {
+    set_mark(parameter, position_, as);
+    compute_.name_parameter(parameter, styled.name.empty() ? name : styled.name + "." + name);
+  }
+
+  // Makes a parameter this rank's chunk of it, in place: the one function that knows how a divided
+  // parameter is kept. A tied one was cut under its first name.
+  void cut(const Styled& styled, const std::string& name, const Tensor& parameter,
+           const Mark& shard) const {
+    if (!parameter.defined()) return;
+    const Mark before = mark_of(parameter, position_);
+    if (before == shard) return;
+    TS_CHECK_AS(ConfigError, before.is_invariant(), kWhere, "'", styled.name, ".", name,
+                "' is tied to a parameter that is ", describe(before), " and would be ",
+                describe(shard), "; give both modules styles that cut alike");
+    TS_CHECK_AS(ConfigError, element_guard(parameter) == nullptr && !parameter.grad().defined(),
+                kWhere, "'", styled.name, ".", name,
+                "' is sharded or has a gradient; divide the model first");
+    parameter.set_data(chunk_at(parameter.detach(), shard, ranks_, rank_));
+    mark(styled, name, parameter, shard);
+  }
+
+  void set(const Styled& styled, std::shared_ptr<const nn::Boundary> boundary) const {
+    styled.module->set_boundary(std::move(boundary));
+  }
+
+  ComputeMesh& compute_;
+  const std::string axis_;
+  const size_t position_;
+  const int ranks_, rank_;
+  const bool sequence_;
+};
+
+}  // namespace
+
+void parallelize_module(nn::ModuleBase& model, Mesh& mesh, const ParallelizeOptions& options) {
+  TS_CHECK_AS(ConfigError, mesh.axes().size() == 1, kWhere,
+              "divides a model along one axis, such as mesh[\"tp\"]; got ", mesh.describe());
+  const std::vector<StyledModules> table =
+      options.styles.empty() ? table_of(model) : options.styles;
+  const std::vector<Styled> modules = styled_modules(model, table);
+  Division division(use_compute_mesh(mesh), mesh.axes()[0].name, options.sequence);
+  for (const Styled& styled : modules) division.divide(styled);
+}
+
+void reduce_replicated_gradients(nn::ModuleBase& model) {
+  const NoGradGuard no_grad;
+  ComputeMesh& mesh = compute_mesh();
+  for (size_t axis = 0; axis < mesh.axes(); ++axis) {
+    CoalescedScope calls(mesh.group(axis), {.channel = Channel::kGradient, .tag = "replicated"});
+    for (const Tensor& parameter : model.parameters()) {
+      if (!mark_of(parameter, axis).is_replicated() || !parameter.requires_grad()) continue;
+      // A rank whose tokens did not use it takes part as well.
+      if (!parameter.grad().defined()) parameter.set_grad(zeros_like(parameter.detach()));
+      calls.all_reduce(parameter.grad());
+    }
+    calls.finish().wait();
+  }
+}
+
+}  // namespace tessera::distributed

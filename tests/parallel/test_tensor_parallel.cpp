@@ -1,0 +1,349 @@
+// GPT-2 whose layers several ranks calculate together: losses, gradients and parameters are those
+// of one process.
+// ctest labels: threads
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <map>
+#include <vector>
+
+#include <tessera/core/parallel.h>
+#include <tessera/core/random.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/tensor_parallel/compute_mesh.h>
+#include <tessera/distributed/tensor_parallel/convert.h>
+#include <tessera/distributed/tensor_parallel/parallelize.h>
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
+#include <tessera/nn/models/llama.h>
+#include <tessera/optim/clip.h>
+#include <tessera/optim/optimizers.h>
+
+#include "distributed/compared_ranks.h"
+#include "message_of.h"
+
+namespace tessera::distributed::test_tensor_parallel {
+namespace {
+
+constexpr int kSteps = 3;
+constexpr double kTolerance = 1e-11;  // f64; of each tensor's largest element
+
+// A vocabulary that does not divide.
+constexpr nn::models::GptConfig kTiny{
+    .vocab_size = 51, .context = 16, .width = 32, .layers = 2, .heads = 4};
+
+struct Batch {
+  Tensor inputs, targets;  // [2, 8]
+};
+Batch batch_of(int step) {
+  const RandomStream stream{5, static_cast<uint64_t>(step)};
+  const Tensor tokens = randint(0, kTiny.vocab_size, {2, 9}, kI64, stream);
+  Batch batch{tokens.narrow(1, 0, 8).contiguous(), tokens.narrow(1, 1, 8).contiguous()};
+  batch.targets.select(1, 3).fill_(-100);
+  return batch;
+}
+
+// What is trained: a model and its loss of a batch.
+struct Training {
+  std::unique_ptr<nn::ModuleBase> model;
+  std::function<Tensor(const Batch& batch)> loss;
+};
+template <class Model>
+Training training_of(std::unique_ptr<Model> model,
+                     const std::function<Tensor(Model& model, const Batch& batch)>& loss) {
+  model->to(kF64);
+  Model& reference = *model;
+  return {std::move(model),
+          [&reference, loss](const Batch& batch) { return loss(reference, batch); }};
+}
+std::unique_ptr<nn::models::Gpt> tiny_model() {
+  manual_seed(1);
+  auto model = std::make_unique<nn::models::Gpt>(kTiny);
+  model->to(kF64);
+  return model;
+}
+Training gpt(nn::models::Logits logits = nn::models::Logits::kWithoutLoss) {
+  return training_of<nn::models::Gpt>(tiny_model(),
+                                      [logits](nn::models::Gpt& model, const Batch& b) {
+                                        return model(b.inputs, b.targets, logits).loss;
+                                      });
+}
+Training llama() {
+  manual_seed(1);
+  auto model = std::make_unique<nn::models::Llama>(nn::models::LlamaConfig{.vocab_size = 51,
+                                                                           .width = 32,
+                                                                           .inner = 24,
+                                                                           .layers = 2,
+                                                                           .heads = 4,
+                                                                           .kv_heads = 2,
+                                                                           .tied = false,
+                                                                           .qkv_bias = true});
+  return training_of<nn::models::Llama>(
+      std::move(model),
+      [](nn::models::Llama& model, const Batch& b) { return model(b.inputs, b.targets).loss; });
+}
+Training bert() {
+  manual_seed(1);
+  auto model = std::make_unique<nn::models::Bert>(nn::models::BertConfig{.vocab_size = 51,
+                                                                         .width = 32,
+                                                                         .layers = 2,
+                                                                         .heads = 4,
+                                                                         .context = 16,
+                                                                         .dropout = 0,
+                                                                         .attention_dropout = 0});
+  return training_of<nn::models::Bert>(
+      std::move(model), [](nn::models::Bert& model, const Batch& b) {
+        return model(b.inputs, {}, b.inputs.select(1, 0).remainder(2)).loss;
+      });
+}
+
+using Values = std::map<std::string, std::vector<double>>;
+using Shapes = std::map<std::string, Shape>;
+Shapes shapes_of(const nn::ModuleBase& model) {
+  Shapes shapes;
+  for (const auto& [name, parameter] : model.named_parameters()) shapes[name] = parameter.shape();
+  return shapes;
+}
+
+// All of a model's parameters or gradients, by the shapes that they have when whole.
+Values whole_values(const nn::ModuleBase& model, const Shapes& shapes, bool of_gradients) {
+  const NoGradGuard no_grad;
+  Values values;
+  for (const auto& [name, parameter] : model.named_parameters()) {
+    const Tensor x = (of_gradients ? parameter.grad() : parameter).detach();
+    const uint64_t marks = parameter.impl()->marks;
+    x.impl()->marks = marks;
+    if (marks == 0) {
+      values[name] = x.to_vector();
+      continue;
+    }
+    const Mark mark = decoded(marks, 0);
+    ConvertOptions options;
+    if (mark.is_shard()) options.length = shapes.at(name)[mark.dim];
+    values[name] = convert(x, "tp", Mark::invariant(), options).to_vector();
+  }
+  return values;
+}
+
+struct Trained {
+  std::vector<double> losses;
+  std::vector<Values> gradients;
+  Values parameters;
+};
+using MakeOptimizer = std::unique_ptr<optim::Optimizer> (*)(const NamedTensors& parameters);
+
+Trained train(const Training& training, MakeOptimizer make_optimizer, const Shapes& shapes,
+              bool on_ranks) {
+  Trained run;
+  const auto optimizer = make_optimizer(training.model->named_parameters());
+  for (int step = 0; step < kSteps; ++step) {
+    const Tensor loss = training.loss(batch_of(step));
+    loss.backward();
+    if (on_ranks) reduce_replicated_gradients(*training.model);
+    run.losses.push_back(loss.item());
+    run.gradients.push_back(whole_values(*training.model, shapes, true));
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+  run.parameters = whole_values(*training.model, shapes, false);
+  return run;
+}
+
+void expect_close(const Values& own, const Values& expected, const std::string& what) {
+  ASSERT_EQ(own.size(), expected.size());
+  for (const auto& [name, values] : expected) {
+    const std::vector<double>& got = own.at(name);
+    ASSERT_EQ(got.size(), values.size()) << what << " " << name;
+    double scale = 1e-3, worst = 0;
+    for (size_t i = 0; i < got.size(); ++i) {
+      scale = std::max(scale, std::abs(values[i]));
+      worst = std::max(worst, std::abs(got[i] - values[i]));
+    }
+    EXPECT_LE(worst, kTolerance * scale) << what << " of " << name;
+  }
+}
+
+void compare_with_one_process(const std::function<Training()>& make, MakeOptimizer optimizer,
+                              int ranks, bool sequence, bool recompute = false) {
+  SCOPED_TRACE(std::to_string(ranks) + (sequence ? " ranks, sequence" : " ranks"));
+  Shapes shapes;
+  Trained expected;
+  {
+    Context context;
+    const ContextGuard guard(context);
+    set_num_threads(1);
+    const Training training = make();
+    shapes = shapes_of(*training.model);
+    expected = train(training, optimizer, shapes, false);
+  }
+  compared_ranks(ranks, [&](int) {
+    Mesh mesh(world(), {{"tp", ranks}});
+    const Training training = make();
+    parallelize_module(*training.model, mesh["tp"], {.sequence = sequence});
+    std::vector<HookHandle> checkpoints;
+    for (const auto& [name, module] : training.model->named_modules()) {
+      if (recompute && module->type_name() == "Block") {
+        checkpoints.push_back(module->checkpoint_calls());
+      }
+    }
+    EXPECT_EQ(checkpoints.size(), recompute ? 2u : 0u);
+    const Trained own = train(training, optimizer, shapes, true);
+    for (size_t step = 0; step < kSteps; ++step) {
+      EXPECT_NEAR(own.losses[step], expected.losses[step], kTolerance * expected.losses[step]);
+      expect_close(own.gradients[step], expected.gradients[step], "gradient");
+    }
+    expect_close(own.parameters, expected.parameters, "parameter");
+  });
+}
+
+std::unique_ptr<optim::Optimizer> sgd(const NamedTensors& parameters) {
+  return std::make_unique<optim::SGD>(parameters, optim::SGD::Options{.lr = 0.1, .momentum = 0.9});
+}
+// A large eps: a key's bias has no gradient but rounding, of which Adam would make steps.
+std::unique_ptr<optim::Optimizer> adamw(const NamedTensors& parameters) {
+  return std::make_unique<optim::AdamW>(parameters, optim::AdamW::Options{.lr = 1e-2, .eps = 1e-3});
+}
+
+TEST(TensorParallel, LossesGradientsAndParametersAreThoseOfOneProcess) {
+  for (const int ranks : {2, 4}) {
+    for (const bool sequence : {false, true}) {
+      compare_with_one_process([] { return gpt(); }, sgd, ranks, sequence);
+      compare_with_one_process([] { return gpt(); }, adamw, ranks, sequence);
+    }
+  }
+}
+
+TEST(TensorParallel, SoAreThoseOfLlamaAndBert) {
+  for (const bool sequence : {false, true}) compare_with_one_process(llama, sgd, 2, sequence);
+  compare_with_one_process(bert, sgd, 2, false);
+}
+
+TEST(TensorParallel, WholeLogitsAndRecomputedBlocksGiveTheSame) {
+  for (const bool sequence : {false, true}) {
+    compare_with_one_process([] { return gpt(nn::models::Logits::kAll); }, sgd, 2, sequence);
+    compare_with_one_process([] { return gpt(); }, sgd, 2, sequence, true);
+  }
+}
+
+TEST(TensorParallel, ABlockGathersTwiceAndScattersTwiceInEachDirection) {
+  compared_ranks(2, [&](int) {
+    Mesh mesh(world(), {{"tp", 2}});
+    const auto model = tiny_model();
+    parallelize_module(*model, mesh["tp"], {.sequence = true});
+    const Tensor tokens = randint(0, kTiny.vocab_size, {2, 8}, kI64, RandomStream{5, 0});
+    Tensor loss;
+    // In front of the blocks the table's rows are scattered, behind them the head gathers; the loss
+    // has a maximum and two sums.
+    const int64_t expected = 2 * kTiny.layers + 1;
+    for (const bool backward : {false, true}) {
+      const CommTrace::Scope scope(*rank_context().trace);
+      if (backward) {
+        loss.backward();
+      } else {
+        loss = (*model)(tokens, tokens).loss;
+      }
+      const auto records = scope.records();
+      EXPECT_EQ(count(records, Operation::kAllGather), expected) << backward;
+      EXPECT_EQ(count(records, Operation::kReduceScatter), expected) << backward;
+      EXPECT_EQ(count(records, Operation::kAllReduce), backward ? 0 : 3);
+      EXPECT_EQ(std::ssize(records), 2 * expected + (backward ? 0 : 3));
+    }
+  });
+}
+
+TEST(TensorParallel, ParametersAreThisRanksParts) {
+  compared_ranks(2, [&](int rank) {
+    Mesh mesh(world(), {{"tp", 2}});
+    const auto whole = tiny_model();
+    const auto model = tiny_model();
+    parallelize_module(*model, mesh["tp"], {.sequence = true});
+    const auto& attention = model->transformer.h.at<nn::models::gpt2::Block>(0).attn;
+    EXPECT_EQ(attention.c_attn.weight.shape(), (Shape{48, 32}));
+    EXPECT_EQ(attention.c_proj.weight.shape(), (Shape{32, 16}));
+    EXPECT_EQ(attention.c_proj.bias.shape(), (Shape{32}));
+    EXPECT_EQ(model->transformer.wte.weight.shape(), (Shape{rank == 0 ? 26 : 25, 32}));
+    EXPECT_TRUE(model->transformer.wte.weight.is(model->lm_head.weight));
+    EXPECT_THROW(optim::clip_grad_norm(model->parameters(), 1.0), UnsupportedError);
+    // The keys of this rank's heads are its rows of the second block.
+    const auto& all = whole->transformer.h.at<nn::models::gpt2::Block>(0).attn.c_attn.weight;
+    const Tensor own = attention.c_attn.weight.detach();
+    own.impl()->marks = 0;
+    EXPECT_EQ(own.narrow(0, 16, 16).to_vector(),
+              all.detach().narrow(0, 32 + 16 * rank, 16).to_vector());
+  });
+}
+
+struct Pair : nn::Module<Pair> {
+  Pair() : first(add<nn::Linear>("first", 4, 8)), second(add<nn::Linear>("second", 8, 4)) {}
+  Tensor forward(const Tensor& x) { return second(relu(first(x))); }
+  nn::Linear& first;
+  nn::Linear& second;
+};
+
+TEST(TensorParallel, RefusesTablesThatDoNotFit) {
+  using enum nn::ParallelStyle;
+  compared_ranks(2, [&](int) {
+    Mesh mesh(world(), {{"tp", 2}});
+    const auto refusal = [&](std::vector<nn::StyledModules> styles) {
+      Pair pair;
+      return message_of([&] { parallelize_module(pair, mesh["tp"], {.styles = styles}); });
+    };
+    EXPECT_TRUE(mentions(refusal({}), "Pair does not say how it may be divided"));
+    EXPECT_TRUE(mentions(refusal({{"third", kRowwise}}),
+                         "no module is named 'third'; there are , first, second"));
+    EXPECT_TRUE(mentions(refusal({{"first", kVocabulary}}),
+                         "kVocabulary does not serve 'first', a Linear"));
+    EXPECT_TRUE(mentions(refusal({{"first", kColumnwise, 3}}),
+                         "the 8 outputs of 'first' do not divide among 2 ranks in 3 blocks"));
+    EXPECT_TRUE(mentions(refusal({{"first", kColumnwise, 1, 3}}),
+                         "the 3 heads of 'first' do not divide among 2 ranks"));
+    EXPECT_TRUE(mentions(refusal({{"*", kSequence}}), "kSequence serves LayerNorm"));
+  });
+}
+
+// What the types refuse, each with its op, axis, marks, parameter and remedy.
+TEST(TensorParallel, AWrongCompositionDoesNotRun) {
+  using enum nn::ParallelStyle;
+  compared_ranks(2, [&](int) {
+    Mesh mesh(world(), {{"tp", 2}});
+    const Tensor x = ones({3, 4});
+    Pair fitting;
+    parallelize_module(fitting, mesh["tp"],
+                       {.styles = {{"first", kColumnwise}, {"second", kRowwise}}});
+    EXPECT_EQ(fitting(x).shape(), (Shape{3, 4}));
+    const auto call = [&](std::vector<nn::StyledModules> styles) {
+      Pair pair;
+      parallelize_module(pair, mesh["tp"], {.styles = std::move(styles)});
+      return message_of([&] { pair(x); });
+    };
+    const std::string alone = call({{"first", kColumnwise}});
+    EXPECT_TRUE(mentions(alone, "second: linear: inner dimensions differ")) << alone;
+    const std::string unmatched = call({{"second", kRowwise}});
+    EXPECT_TRUE(mentions(unmatched, "second: linear: inner dimensions differ")) << unmatched;
+
+    // A bias that all ranks add to a summand.
+    const Tensor weight = convert(ones({4, 4}), "tp", Mark::shard(1));
+    const Tensor part = convert(x, "tp", Mark::shard(1));
+    const Tensor bias = ones({4}).set_requires_grad();
+    const std::string counted = message_of([&] { linear(part, weight) + bias; });
+    EXPECT_TRUE(mentions(counted, "add: along 'tp' input 0")) << counted;
+    EXPECT_TRUE(mentions(counted,
+                         "is a summand and input 1 f32[4] cpu is invariant: the sum "
+                         "would count it 2 times"))
+        << counted;
+    // A summand through what is not linear, whole tables beside parts, sums along parts.
+    EXPECT_TRUE(mentions(message_of([&] { gelu(linear(part, weight)); }), "the op is not linear"));
+    const Tensor tokens = convert(ones({2, 4, 4}), "tp", Mark::shard(1));
+    EXPECT_TRUE(mentions(message_of([&] { tokens + ones({2, 4}); }), "one rank has a part"));
+    EXPECT_TRUE(mentions(message_of([&] { softmax(tokens, 1); }), "goes along the dimension"));
+    EXPECT_TRUE(mentions(message_of([&] { dropout(tokens, 0.5); }), "random numbers"));
+    nn::LayerNorm norm(4);
+    const std::string whole = message_of([&] { norm(tokens); });
+    EXPECT_TRUE(mentions(whole, "its gradient would be a summand that nobody adds")) << whole;
+    EXPECT_TRUE(mentions(whole, "style kSequence")) << whole;
+  });
+}
+
+}  // namespace
+}  // namespace tessera::distributed::test_tensor_parallel
