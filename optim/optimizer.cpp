@@ -113,14 +113,60 @@ DType Optimizer::state_dtype_of(size_t group, const Tensor& parameter) const {
   return parameter.dtype() == kF64 ? kF64 : state_dtype(group);
 }
 
+namespace {
+
+Shape with_inserted(const Shape& shape, int at, int64_t value) {
+  Shape result;
+  for (int d = 0; d < shape.size(); ++d) {
+    if (d == at) result.push_back(value);
+    result.push_back(shape[d]);
+  }
+  return result;
+}
+
+// Boxes of one size that lie as far apart in the whole as it is long by their number are one box of
+// a whole that has a dimension for their number.
+kernels::WholeIndex index_of(const Tensor& part, const TensorPlacement& placement) {
+  Shape shape = part.shape(), strides = part.strides();
+  PlaceInWhole place = placement.place();
+  if (place.boxes.empty()) return {};
+  PartBox& box = place.boxes.front();
+  const auto count = static_cast<int64_t>(place.boxes.size());
+  if (count > 1) {
+    int dim = 0;
+    while (dim + 1 < shape.size() && shape[dim] == box.extent[dim]) ++dim;
+    const int64_t step = place.whole[dim] / count;
+    for (int64_t i = 0; i < count; ++i) {
+      const PartBox& other = place.boxes[static_cast<size_t>(i)];
+      Shape offset = box.offset;
+      offset[dim] += i * step;
+      TS_CHECK_AS(UnsupportedError,
+                  count * step == place.whole[dim] && other.extent == box.extent &&
+                      other.offset == offset && shape[dim] == count * box.extent[dim],
+                  "state_dtype", "a part whose pieces do not lie evenly in the whole has no ",
+                  "numbers that round states alike for any cut; got ", part,
+                  "; leave state_dtype out of its group");
+    }
+    place.whole[dim] = step;
+    place.whole = with_inserted(place.whole, dim, count);
+    box.offset = with_inserted(box.offset, dim, 0);
+    shape[dim] = box.extent[dim];
+    shape = with_inserted(shape, dim, count);
+    strides = with_inserted(strides, dim, strides[dim] * box.extent[dim]);
+  }
+  return kernels::WholeIndex::of(shape, strides, place.whole, box.offset);
+}
+
+}  // namespace
+
 kernels::StateRounding Optimizer::rounding_of(const ParameterState& state) {
   const Tensor& parameter = state.parameter;
+  const Shape& shape = parameter.shape();
   const TensorPlacement* part = tensor_placement(parameter);
-  const PlaceInWhole place =
-      part != nullptr ? part->place()
-                      : PlaceInWhole{parameter.shape(), Shape::filled(parameter.shape().size(), 0)};
-  return {state.rounding_key, kernels::WholeIndex::of(parameter.shape(), parameter.strides(),
-                                                      place.whole, place.offset)};
+  return {state.rounding_key, part != nullptr
+                                  ? index_of(parameter, *part)
+                                  : kernels::WholeIndex::of(shape, parameter.strides(), shape,
+                                                            Shape::filled(shape.size(), 0))};
 }
 
 void Optimizer::check_may_grow() const {

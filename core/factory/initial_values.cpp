@@ -56,26 +56,28 @@ std::pair<int64_t, int64_t> gap_in(const std::vector<RememberedFill>& fills, int
   return {known, std::max(known, numel)};
 }
 
-// visit(begin, end) for the runs of neighbouring elements, row by row, that a box of a row-major
-// tensor is made of.
+// visit(begin, end, first) for the runs of neighbouring elements, row by row, that a box of a
+// row-major tensor is made of, and which element of the part's memory each begins with.
 template <class Visit>
-void visit_runs(const PlaceInWhole& place, const Shape& extent, const Visit& visit) {
+void visit_runs(const Shape& whole, const PartBox& box, const Visit& visit) {
+  const Shape& extent = box.extent;
   if (numel_of(extent) == 0) return;
   int inner = std::max(0, extent.size() - 1);  // the first dimension that lies within a run
-  while (inner > 0 && extent[inner] == place.whole[inner]) --inner;
-  const Shape strides = contiguous_strides(place.whole);
+  while (inner > 0 && extent[inner] == whole[inner]) --inner;
+  const Shape strides = contiguous_strides(whole);
   int64_t length = 1, runs = 1, corner = 0;
   for (int d = 0; d < extent.size(); ++d) {
     (d < inner ? runs : length) *= extent[d];
-    corner += place.offset[d] * strides[d];
+    corner += box.offset[d] * strides[d];
   }
   for (int64_t run = 0; run < runs; ++run) {
-    int64_t begin = corner, rest = run;
+    int64_t begin = corner, first = box.first, rest = run;
     for (int d = inner - 1; d >= 0; --d) {
       begin += rest % extent[d] * strides[d];
+      first += rest % extent[d] * box.strides[d];
       rest /= extent[d];
     }
-    visit(begin, begin + length);
+    visit(begin, begin + length, first);
   }
 }
 
@@ -122,8 +124,9 @@ void pass_initial_values(const Tensor& from, const Tensor& to) {
   if (known == nullptr || slot == nullptr || !known->is_current() || !from.is_contiguous()) {
     return;
   }
-  const TensorPlacement* const part = tensor_placement(from);
-  if (part != nullptr && !same_placement(from, to)) return;
+  // What is known of a part is known of the whole, and so of its other parts.
+  const TensorPlacement *const part = tensor_placement(from), *const other = tensor_placement(to);
+  if (part != nullptr && (other == nullptr || other->whole_shape() != part->whole_shape())) return;
   auto record = std::make_shared<FillRecord>();
   const int64_t begin = part == nullptr ? from.offset() : 0;
   const int64_t numel = part == nullptr ? from.numel() : elements_of_whole(from);
@@ -138,7 +141,7 @@ void pass_initial_values(const Tensor& from, const Tensor& to) {
   }
   record->counter = to.impl()->version;
   record->version = to.version();
-  record->of_part = tensor_placement(to) != nullptr;
+  record->of_part = other != nullptr;
   *slot = std::move(record);
 }
 
@@ -164,19 +167,18 @@ std::string unknown_initial_values(const Tensor& x) {
 void write_initial_values(const Tensor& x, const Tensor& elements) {
   const FillRecord* const record = record_of(x);
   TS_CHECK(record != nullptr, "initial values", "those of ", x, " are not known");
-  int64_t place = 0;  // in `elements`
-  const auto write = [&](int64_t begin, int64_t end) {
+  const auto write = [&](int64_t begin, int64_t end, int64_t first) {  // of `elements`
     for (const RememberedFill& fill : record->fills) {
       const int64_t from = std::max(begin, fill.begin), to = std::min(end, fill.end);
       if (from >= to) continue;
-      write_range(fill, from, raw::narrow(elements, 0, place + from - begin, to - from));
+      write_range(fill, from, raw::narrow(elements, 0, first + from - begin, to - from));
     }
-    place += end - begin;
   };
   if (const TensorPlacement* part = tensor_placement(x)) {
-    visit_runs(part->place(), x.shape(), write);
+    const PlaceInWhole place = part->place();
+    for (const PartBox& box : place.boxes) visit_runs(place.whole, box, write);
   } else {
-    write(0, elements.numel());
+    write(0, elements.numel(), 0);
   }
 }
 

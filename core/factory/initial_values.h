@@ -32,7 +32,8 @@ void remember_fill(const Tensor& x, Fill&& fill) {
 }
 
 // `to`, a meta tensor without fills, will have the values of `from`: it has the same elements in
-// another dtype, or is a shard of it by its placement. A storage records the fills of one tensor:
+// another dtype, or is a shard of it (or of the whole that both are shards of) by its placement. A storage
+// records the fills of one tensor:
 // `to` must be its only one. No effect if `to` has memory, is a view, or the values of `from` are
 // not known.
 void pass_initial_values(const Tensor& from, const Tensor& to);

@@ -18,10 +18,18 @@
 
 namespace tessera {
 
-// The part has elements [offset, offset + its shape) of a tensor of shape `whole`.
+// One box of a shard: elements [offset, offset + extent) of every dimension of the whole. Element
+// `first` of the shard's memory is its first, and the others follow by `strides`.
+struct PartBox {
+  Shape offset, extent;
+  int64_t first = 0;
+  Shape strides;
+};
+// A part is these boxes of a tensor of shape `whole`: several if it is sharded in blocks, none if
+// it has no elements.
 struct PlaceInWhole {
   Shape whole;
-  Shape offset;
+  std::vector<PartBox> boxes;
 };
 
 // The ranks that together hold every element of a tensor once.

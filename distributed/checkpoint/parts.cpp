@@ -1,12 +1,10 @@
 #include <tessera/distributed/checkpoint/parts.h>
 
-#include <cstring>
-
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
-#include <tessera/distributed/mesh/redistribute.h>
 
 namespace tessera::distributed {
 namespace {
@@ -40,6 +38,11 @@ std::vector<int> holders_of(const DTensorSpec& spec) {
   return ranks;
 }
 
+// A box's elements in a part that holds it.
+Tensor elements_in(const PartBox& box, const Tensor& part) {
+  return raw::as_strided(part, box.extent, box.strides, part.offset() + box.first);
+}
+
 }  // namespace
 
 std::vector<SaveItem> items_of(const std::string& name, const Tensor& tensor, Group& group) {
@@ -52,7 +55,7 @@ std::vector<SaveItem> items_of(const std::string& name, const Tensor& tensor, Gr
       "of them all, with Replicate() along the other axes");
   check_saved_placement(spec, name);
   const NoGradGuard no_grad;
-  const Tensor part = raw::alias(tensor);
+  const Tensor part = kernels::contiguous(raw::alias(tensor));
   bool cut = false;
   for (const Placement& placement : spec.placements) cut |= is_sharding(placement);
   if (numel_of(spec.shape) == 0) {  // no rank has a box of it, and it has a name and a shape
@@ -61,16 +64,9 @@ std::vector<SaveItem> items_of(const std::string& name, const Tensor& tensor, Gr
   if (!cut) return {SaveItem::whole(name, part)};
   const std::vector<int> holders = holders_of(spec);
   std::vector<SaveItem> items;
-  const std::vector<Box> boxes = spec.local_boxes();
-  int64_t position = 0;
-  for (const Box& box : boxes) {
-    Tensor elements = part;
-    if (spec.flat_axis()) {
-      elements = raw::view(raw::narrow(elements_of(part), 0, position, box.numel()), box.extent);
-    }
-    items.push_back(SaveItem::part(name, elements, spec.shape, box.offset));
+  for (const PartBox& box : spec.own_boxes()) {
+    items.push_back(SaveItem::part(name, elements_in(box, part), spec.shape, box.offset));
     items.back().holders = holders;
-    position += box.numel();
   }
   return items;
 }
@@ -83,18 +79,16 @@ Tensor read_as(CheckpointReader& reader, const std::string& name, const DTensorS
                  spec.describe(saved.dtype), "; read it with the shape that it has");
   check_saved_placement(spec, name);
   const NoGradGuard no_grad;
-  const std::vector<Box> boxes = spec.local_boxes();
+  const std::vector<PartBox> boxes = spec.own_boxes();
+  const auto saved_in = [&](const PartBox& box) {
+    return reader.view(name, {box.offset, box.extent});
+  };
   Tensor part;
   if (boxes.size() == 1) {
-    part = raw::view(reader.view(name, boxes[0]), spec.local_shape());
+    part = raw::view(saved_in(boxes[0]), spec.local_shape());
   } else {
     part = raw::empty(spec.local_shape(), saved.dtype);
-    auto* next = static_cast<std::byte*>(part.data());
-    for (const Box& box : boxes) {
-      const Tensor piece = reader.view(name, box);
-      std::memcpy(next, piece.data(), static_cast<size_t>(piece.nbytes()));
-      next += piece.nbytes();
-    }
+    for (const PartBox& box : boxes) kernels::copy_into(elements_in(box, part), saved_in(box));
   }
   return from_local(part.to(device), *spec.mesh, spec.placements, {.shape = spec.shape});
 }

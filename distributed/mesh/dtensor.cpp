@@ -43,8 +43,9 @@ struct DTensorPlacement final : TensorPlacement {
     return spec.describe(part.dtype());
   }
   PlaceInWhole place() const override {
-    if (!spec.flat_axis()) return {spec.shape, spec.local_box().offset};
-    return {{numel_of(spec.shape)}, {spec.local_run().first}};  // a box of the flattened whole
+    if (!spec.flat_axis()) return {spec.shape, spec.own_boxes()};
+    const auto [begin, end] = spec.local_run();  // a box of the flattened whole
+    return {{numel_of(spec.shape)}, {{{begin}, {end - begin}, 0, {1}}}};
   }
   std::string_view remedy() const override {
     return "take full_tensor() for the whole, or to_local() for this rank's part; parameters of a "

@@ -91,7 +91,8 @@ const DTensorSpec& spec_of(const Tensor& dtensor);
 const Placements& placements_of(const Tensor& dtensor);
 Mesh& mesh_of(const Tensor& dtensor);
 const Shape& global_shape(const Tensor& dtensor);
-Box local_box(const Tensor& dtensor);  // this rank's part of the whole; not for a FlatShard
+Box local_box(
+    const Tensor& dtensor);  // this rank's part of the whole; not for a FlatShard or several blocks
 std::vector<Box> local_boxes(const Tensor& dtensor);  // for any placements, see DTensorSpec
 // "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]"; describe() of another tensor.
 std::string describe(const Tensor& tensor);

@@ -1,5 +1,6 @@
 #include <tessera/distributed/mesh/dtensor_inputs.h>
 
+#include <algorithm>
 #include <cstring>
 #include <nlohmann/json.hpp>
 
@@ -40,11 +41,14 @@ Tensor scattered(TensorList parts, Group& group) {
   return own;
 }
 
-TensorList chunks_of_dim(const Tensor& x, int dim, int count) {
+// Of who does not give, the shapes count.
+TensorList chunks_of_dim(const Tensor& x, const Placement& cut, Group& group) {
+  const int dim = shard_dim(cut);
   TensorList parts;
-  for (int r = 0; r < count; ++r) {
-    const auto [begin, end] = chunk_of(x.size(dim), count, r);
-    parts.push_back(raw::narrow(x, dim, begin, end - begin));
+  for (int r = 0; r < group.size(); ++r) {
+    const Ranges held = ranges_of(cut, x.size(dim), group.size(), r);
+    parts.push_back(group.rank() == 0 ? held_along(x, dim, held)
+                                      : raw::narrow(x, dim, 0, length_of(held)));
   }
   return parts;
 }
@@ -89,7 +93,8 @@ Tensor scatter_from_first(const Tensor& whole, const DTensorSpec& spec) {
   for (int dim = 0; dim < spec.shape.size(); ++dim) {
     for (const size_t axis : spec.cuts(dim)) {
       Group& group = group_of(axis);
-      if (group.size() > 1) x = scattered(chunks_of_dim(x, dim, group.size()), group);
+      if (group.size() == 1) continue;
+      x = scattered(chunks_of_dim(x, spec.placements[axis], group), group);
     }
   }
   if (const auto axis = spec.flat_axis(); axis && group_of(*axis).size() > 1) {
@@ -175,28 +180,29 @@ Tensor gather_to_first(const Tensor& dtensor) {
     // The length before each cut; the last one is put together first.
     std::vector<int64_t> lengths = {spec.shape[dim]};
     for (const size_t axis : cuts) {
-      const auto [begin, end] =
-          chunk_of(lengths.back(), group_of(axis).size(), group_of(axis).rank());
-      lengths.push_back(end - begin);
+      lengths.push_back(length_of(ranges_of(spec.placements[axis], lengths.back(),
+                                            group_of(axis).size(), group_of(axis).rank())));
     }
     for (size_t i = cuts.size(); i-- > 0;) {
       Group& group = group_of(cuts[i]);
       if (group.size() == 1) continue;
+      const Placement& cut = spec.placements[cuts[i]];
+      const bool in_place = dim == 0 && blocks_of(cut) == 1;
       Tensor joined;
       TensorList parts;
       if (group.rank() == 0) {
         Shape shape = x.shape();
         shape[dim] = lengths[i];
-        if (dim == 0) joined = raw::empty(shape, x.dtype(), x.device());
+        if (in_place) joined = raw::empty(shape, x.dtype(), x.device());
         for (int r = 0; r < group.size(); ++r) {
-          const auto [begin, end] = chunk_of(lengths[i], group.size(), r);
-          shape[dim] = end - begin;
-          parts.push_back(dim == 0 ? raw::narrow(joined, 0, begin, end - begin)
+          const Ranges held = ranges_of(cut, lengths[i], group.size(), r);
+          shape[dim] = length_of(held);
+          parts.push_back(in_place ? raw::narrow(joined, 0, held[0].first, shape[dim])
                                    : raw::empty(shape, x.dtype(), x.device()));
         }
       }
       if (!gather(group, parts)) return {};
-      x = dim == 0 ? joined : cat(parts, dim);
+      x = in_place ? joined : joined_along(parts, cut, lengths[i]);
     }
   }
   return x;
@@ -208,17 +214,21 @@ Tensor part_of_whole(const Tensor& whole, const DTensorSpec& spec) {
     const auto [begin, end] = spec.local_run();
     return raw::narrow(elements_of(whole), 0, begin, end - begin);
   }
-  const Box box = spec.local_box();
   Tensor part = raw::alias(whole);
-  for (int dim = 0; dim < box.dim(); ++dim) {
-    part = raw::narrow(part, dim, box.offset[dim], box.extent[dim]);
+  for (int dim = 0; dim < spec.shape.size(); ++dim) {
+    part = held_along(part, dim, spec.own_ranges(dim));
   }
   return part;
 }
 
 std::string_view rule_of_parts(const DTensorSpec& spec) {
-  return spec.flat_axis() ? "a part is what the rank's chunk of the unit has of the tensor, 1-D"
-                          : "chunks are of ceil(length / ranks)";
+  if (spec.flat_axis()) {
+    return "a part is what the rank's chunk of the unit has of the tensor, 1-D";
+  }
+  const auto blocks = [](const Placement& placement) { return blocks_of(placement) > 1; };
+  return std::ranges::any_of(spec.placements, blocks)
+             ? "a part has a chunk of ceil(length / ranks) of every block"
+             : "chunks are of ceil(length / ranks)";
 }
 
 void check_parts(const Tensor& local, const DTensorSpec& spec, bool shape_given) {

@@ -26,7 +26,7 @@ Tensor scatter_whole(const Tensor& whole, const Tensor& target, Group& group = w
 Tensor gather_to_first(const Tensor& dtensor);
 
 // This rank's part of a whole tensor that it has. It is a view, except for a FlatShard whose
-// elements are not in order. UnsupportedError for a Partial.
+// elements are not in order and for several blocks. UnsupportedError for a Partial.
 Tensor part_of_whole(const Tensor& whole, const DTensorSpec& spec);
 
 // The reason for the shape of a part, as the end of a message.

@@ -33,19 +33,18 @@ std::vector<std::vector<int>> coordinates_of(const DTensorSpec& spec, int ranks)
   return all;
 }
 
-int64_t elements_in(const std::vector<Box>& boxes) {
+int64_t elements_in(const std::vector<PartBox>& boxes) {
   int64_t sum = 0;
-  for (const Box& box : boxes) sum += box.numel();
+  for (const PartBox& box : boxes) sum += numel_of(box.extent);
   return sum;
 }
 
-// run(elements before it in the boxes, place in the whole, elements) for each stretch of boxes that
-// lies in one piece in the row-major whole.
+// run(place in the part, place in the whole, elements) for each stretch of boxes that lies in one
+// piece in both.
 template <class Run>
-void for_stretches(const std::vector<Box>& boxes, const Shape& shape, const Run& run) {
+void for_stretches(const std::vector<PartBox>& boxes, const Shape& shape, const Run& run) {
   const Shape strides = contiguous_strides(shape);
-  int64_t before = 0;
-  for (const Box& box : boxes) {
+  for (const PartBox& box : boxes) {
     int inner = shape.size();  // dimensions from here on lie in one piece
     int64_t numel = 1;
     while (inner > 0) {
@@ -53,17 +52,17 @@ void for_stretches(const std::vector<Box>& boxes, const Shape& shape, const Run&
       numel *= box.extent[inner];
       if (box.extent[inner] != shape[inner]) break;
     }
-    const int64_t count = box.numel() / std::max<int64_t>(numel, 1);
+    const int64_t count = numel_of(box.extent) / std::max<int64_t>(numel, 1);
     for (int64_t i = 0; i < count; ++i) {
-      int64_t place = 0, rest = i;
+      int64_t at = box.first, place = 0, rest = i;
       for (int d = shape.size() - 1; d >= 0; --d) {
         place += box.offset[d] * strides[d];
         if (d >= inner) continue;
+        at += rest % box.extent[d] * box.strides[d];
         place += rest % box.extent[d] * strides[d];
         rest /= box.extent[d];
       }
-      run(before, place, numel);
-      before += numel;
+      run(at, place, numel);
     }
   }
 }
@@ -85,7 +84,7 @@ MatrixExchange::MatrixExchange(std::vector<DTensorSpec> specs, Group& group)
   std::vector<int64_t> loads(static_cast<size_t>(group.size()));
   std::vector<size_t> shared;
   for (size_t i = 0; i < specs_.size(); ++i) {
-    std::vector<std::vector<Box>>& held = boxes_.emplace_back();
+    std::vector<std::vector<PartBox>>& held = boxes_.emplace_back();
     int holder = 0, holders = 0;
     for (const std::vector<int>& coordinates : coordinates_of(specs_[i], group.size())) {
       held.push_back(specs_[i].boxes_at(coordinates));
@@ -124,7 +123,7 @@ int64_t MatrixExchange::elements_owned_by(int rank) const {
 
 int64_t MatrixExchange::cut() const { return std::ranges::count(cut_, uint8_t{1}); }
 
-const std::vector<Box>& MatrixExchange::own_boxes(size_t i) const {
+const std::vector<PartBox>& MatrixExchange::own_boxes(size_t i) const {
   return boxes_[i][static_cast<size_t>(group_.rank())];
 }
 

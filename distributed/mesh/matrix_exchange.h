@@ -41,7 +41,7 @@ class MatrixExchange final : public WholeExchange {
   int64_t cut() const;  // tensors of which more than one rank holds elements
 
  private:
-  const std::vector<Box>& own_boxes(size_t i) const;
+  const std::vector<PartBox>& own_boxes(size_t i) const;
   bool is_cut(size_t i) const { return cut_[i] != 0; }
   // For each rank the memory of this rank's parts of what that one owns, and of the parts that it
   // has of what this one owns; none for this rank itself.
@@ -51,8 +51,8 @@ class MatrixExchange final : public WholeExchange {
 
   std::vector<DTensorSpec> specs_;
   Group& group_;
-  std::vector<std::vector<std::vector<Box>>> boxes_;  // [tensor][rank]: what the rank holds of it
-  std::vector<uint8_t> cut_;                          // more than one rank holds elements
+  std::vector<std::vector<std::vector<PartBox>>> boxes_;  // [tensor][rank]: what it holds
+  std::vector<uint8_t> cut_;                              // more than one rank holds elements
   std::vector<int> owners_;
 };
 

@@ -52,18 +52,63 @@ Cuts cuts_of(const DTensorSpec& spec) {
   return cuts;
 }
 
-// Not of a FlatShard.
-Box box_at(const DTensorSpec& spec, const Cuts& cuts, std::span<const int> coordinates) {
-  Box box = Box::whole(spec.shape);
-  for (int dim = 0; dim < spec.shape.size(); ++dim) {
-    for (const size_t axis : cuts[static_cast<size_t>(dim)]) {
-      const auto [begin, end] =
-          chunk_of(box.extent[dim], spec.mesh->axes()[axis].size, coordinates[axis]);
-      box.offset[dim] += begin;
-      box.extent[dim] = end - begin;
+// Neighbours as one, and none without elements but where there are none at all.
+Ranges merged(const Ranges& ranges) {
+  Ranges result;
+  for (const auto& [begin, end] : ranges) {
+    if (begin == end && length_of(ranges) > 0) continue;
+    if (!result.empty() && result.back().second == begin) {
+      result.back().second = end;
+    } else if (begin < end || result.empty()) {
+      result.emplace_back(begin, end);
     }
   }
-  return box;
+  return result;
+}
+
+// Of the elements in `held`, counted one behind the other, those in `taken`.
+Ranges within(const Ranges& held, const Ranges& taken) {
+  Ranges result;
+  for (const auto& [first, last] : taken) {
+    int64_t before = 0;
+    for (const auto& [begin, end] : held) {
+      const int64_t from = std::clamp(begin + first - before, begin, end);
+      result.emplace_back(from, std::clamp(begin + last - before, from, end));
+      before += end - begin;
+    }
+  }
+  return merged(result);
+}
+
+// Of a dimension, what the rank at these coordinates holds. Not of a FlatShard.
+Ranges ranges_at(const DTensorSpec& spec, const std::vector<size_t>& cuts, int dim,
+                 std::span<const int> coordinates) {
+  Ranges held = {{0, spec.shape[dim]}};
+  for (const size_t axis : cuts) {
+    held = within(held, ranges_of(spec.placements[axis], length_of(held),
+                                  spec.mesh->axes()[axis].size, coordinates[axis]));
+  }
+  return held;
+}
+
+// Of blocks the first cut of their dimension, and of a length that they divide.
+void check_blocks(const DTensorSpec& spec, std::string_view where) {
+  for (int dim = 0; dim < spec.shape.size(); ++dim) {
+    const std::vector<size_t> cuts = spec.cuts(dim);
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      const auto* own = std::get_if<BlockShard>(&spec.placements[cuts[i]]);
+      if (own == nullptr) continue;
+      TS_CHECK_AS(ConfigError, own->blocks >= 1 && spec.shape[dim] % own->blocks == 0, where,
+                  "the blocks of ", describe(spec.placements[cuts[i]]),
+                  " are of one size, and dimension ", dim, " of ", spec.shape,
+                  " does not divide by ", own->blocks, "; give the number that it is made of");
+      TS_CHECK_AS(ConfigError, i == 0 || spec.placements[cuts[i - 1]] == spec.placements[cuts[i]],
+                  where, "blocks are cut before chunks; got ", describe(spec.placements), " on ",
+                  spec.mesh->describe(), ", where '", spec.mesh->axes()[cuts[i - 1]].name,
+                  "' cuts dimension ", dim,
+                  " first; order the axes otherwise, or give that one a StridedShard");
+    }
+  }
 }
 
 }  // namespace
@@ -75,6 +120,10 @@ std::string describe(const Placement& placement) {
             [](const StridedShard& shard) {
               return "StridedShard(" + std::to_string(shard.dim) + ", " +
                      std::to_string(shard.split_factor) + ")";
+            },
+            [](const BlockShard& shard) {
+              return "BlockShard(" + std::to_string(shard.dim) + ", " +
+                     std::to_string(shard.blocks) + ")";
             },
             [](const Partial& partial) { return "Partial(" + name_of_reduction(partial.op) + ")"; },
             [](const FlatShard& flat) {
@@ -98,7 +147,13 @@ bool is_partial(const Placement& placement) { return std::holds_alternative<Part
 int shard_dim(const Placement& placement) {
   if (const auto* shard = std::get_if<Shard>(&placement)) return shard->dim;
   if (const auto* shard = std::get_if<StridedShard>(&placement)) return shard->dim;
+  if (const auto* shard = std::get_if<BlockShard>(&placement)) return shard->dim;
   return -1;
+}
+
+int blocks_of(const Placement& placement) {
+  const auto* shard = std::get_if<BlockShard>(&placement);
+  return shard != nullptr ? shard->blocks : 1;
 }
 
 bool is_sharding(const Placement& placement) {
@@ -108,6 +163,21 @@ bool is_sharding(const Placement& placement) {
 std::pair<int64_t, int64_t> chunk_of(int64_t length, int parts, int i) {
   const int64_t size = (length + parts - 1) / parts;
   return {std::min(i * size, length), std::min((i + 1) * size, length)};
+}
+
+Ranges ranges_of(const Placement& cut, int64_t length, int parts, int i) {
+  const int blocks = blocks_of(cut);
+  const int64_t block = length / blocks;
+  const auto [begin, end] = chunk_of(block, parts, i);
+  Ranges ranges;
+  for (int b = 0; b < blocks; ++b) ranges.emplace_back(b * block + begin, b * block + end);
+  return merged(ranges);
+}
+
+int64_t length_of(const Ranges& ranges) {
+  int64_t length = 0;
+  for (const auto& [begin, end] : ranges) length += end - begin;
+  return length;
 }
 
 std::pair<int64_t, int64_t> run_of(const FlatShard& flat, int64_t numel, int i) {
@@ -126,6 +196,7 @@ DTensorSpec DTensorSpec::checked(std::string_view where) const {
     const auto wrap = [&](int& dim) { dim = static_cast<int>(wrap_dim(dim, shape.size(), where)); };
     if (auto* shard = std::get_if<Shard>(&placement)) wrap(shard->dim);
     if (auto* shard = std::get_if<StridedShard>(&placement)) wrap(shard->dim);
+    if (auto* shard = std::get_if<BlockShard>(&placement)) wrap(shard->dim);
     const auto* partial = std::get_if<Partial>(&placement);
     if (partial == nullptr) continue;
     TS_CHECK_AS(ConfigError, partial->op != ReduceOp::kProduct, where,
@@ -148,6 +219,7 @@ DTensorSpec DTensorSpec::checked(std::string_view where) const {
                 " must say so");
   }
   check_flat(result, where);
+  check_blocks(result, where);
   return result;
 }
 
@@ -162,7 +234,7 @@ std::vector<size_t> DTensorSpec::cuts(int dim) const {
   std::vector<size_t> plain, strided;
   for (size_t i = 0; i < placements.size(); ++i) {
     if (shard_dim(placements[i]) != dim) continue;
-    (std::holds_alternative<Shard>(placements[i]) ? plain : strided).push_back(i);
+    (std::holds_alternative<StridedShard>(placements[i]) ? strided : plain).push_back(i);
   }
   plain.insert(plain.end(), strided.rbegin(), strided.rend());
   return plain;
@@ -171,20 +243,65 @@ std::vector<size_t> DTensorSpec::cuts(int dim) const {
 Box DTensorSpec::local_box() const {
   TS_CHECK_AS(UnsupportedError, !flat_axis(), "local_box", "of ", distributed::describe(placements),
               " a rank holds a run of elements, which is no one box; take local_boxes()");
-  return box_at(*this, cuts_of(*this), own_coordinates(*mesh));
+  Box box = Box::whole(shape);
+  for (int dim = 0; dim < shape.size(); ++dim) {
+    const Ranges held = own_ranges(dim);
+    TS_CHECK_AS(UnsupportedError, held.size() == 1, "local_box", "of ",
+                distributed::describe(placements), " a rank holds ", held.size(),
+                " pieces of dimension ", dim, ", which are no one box; take local_boxes()");
+    box.offset[dim] = held[0].first;
+    box.extent[dim] = held[0].second - held[0].first;
+  }
+  return box;
 }
 
-std::vector<Box> DTensorSpec::local_boxes() const { return boxes_at(own_coordinates(*mesh)); }
+std::vector<Box> DTensorSpec::local_boxes() const {
+  std::vector<Box> boxes;
+  for (const PartBox& held : own_boxes()) boxes.push_back({held.offset, held.extent});
+  return boxes;
+}
 
-std::vector<Box> DTensorSpec::boxes_at(std::span<const int> coordinates) const {
+Ranges DTensorSpec::own_ranges(int dim) const {
+  return ranges_at(*this, cuts(dim), dim, own_coordinates(*mesh));
+}
+
+std::vector<PartBox> DTensorSpec::own_boxes() const { return boxes_at(own_coordinates(*mesh)); }
+
+std::vector<PartBox> DTensorSpec::boxes_at(std::span<const int> coordinates) const {
+  std::vector<PartBox> boxes;
   if (const auto axis = flat_axis()) {
     const auto [begin, end] =
         run_of(std::get<FlatShard>(placements[*axis]), numel_of(shape), coordinates[*axis]);
-    return boxes_of_run(shape, begin, end);
+    int64_t first = 0;
+    for (const Box& box : boxes_of_run(shape, begin, end)) {
+      boxes.push_back({box.offset, box.extent, first, contiguous_strides(box.extent)});
+      first += box.numel();
+    }
+    return boxes;
   }
-  const Box box = box_at(*this, cuts_of(*this), coordinates);
-  if (box.numel() == 0) return {};
-  return {box};
+  std::vector<Ranges> held;
+  Shape part = shape;
+  for (int dim = 0; dim < shape.size(); ++dim) {
+    held.push_back(ranges_at(*this, cuts(dim), dim, coordinates));
+    part[dim] = length_of(held.back());
+  }
+  if (numel_of(part) == 0) return {};
+  boxes.push_back({Shape::filled(part.size(), 0), part, 0, contiguous_strides(part)});
+  for (int dim = 0; dim < shape.size(); ++dim) {
+    std::vector<PartBox> next;
+    for (const PartBox& box : boxes) {
+      int64_t before = 0;
+      for (const auto& [begin, end] : held[static_cast<size_t>(dim)]) {
+        PartBox& one = next.emplace_back(box);
+        one.offset[dim] = begin;
+        one.extent[dim] = end - begin;
+        one.first += before * one.strides[dim];
+        before += end - begin;
+      }
+    }
+    boxes = std::move(next);
+  }
+  return boxes;
 }
 
 std::vector<int64_t> DTensorSpec::part_numels() const {
@@ -199,7 +316,10 @@ std::vector<int64_t> DTensorSpec::part_numels() const {
           run_of(std::get<FlatShard>(placements[*flat]), numel_of(shape), at[*flat]);
       numel = end - begin;
     } else {
-      numel = box_at(*this, all, at).numel();
+      numel = 1;
+      for (int dim = 0; dim < shape.size(); ++dim) {
+        numel *= length_of(ranges_at(*this, all[static_cast<size_t>(dim)], dim, at));
+      }
     }
     for (size_t i = at.size(); i-- > 0 && ++at[i] == axes[i].size;) at[i] = 0;  // the next rank
   }
@@ -215,9 +335,13 @@ std::pair<int64_t, int64_t> DTensorSpec::local_run() const {
 }
 
 Shape DTensorSpec::local_shape() const {
-  if (!flat_axis()) return local_box().extent;
-  const auto [begin, end] = local_run();
-  return {end - begin};
+  if (flat_axis()) {
+    const auto [begin, end] = local_run();
+    return {end - begin};
+  }
+  Shape part = shape;
+  for (int dim = 0; dim < shape.size(); ++dim) part[dim] = length_of(own_ranges(dim));
+  return part;
 }
 
 std::string DTensorSpec::describe_part() const {
@@ -225,6 +349,8 @@ std::string DTensorSpec::describe_part() const {
   if (flat_axis()) {
     const auto [begin, end] = local_run();
     out << "the elements [" << begin << ':' << end << ']';
+  } else if (const std::vector<Box> boxes = local_boxes(); boxes.size() > 1) {
+    for (size_t i = 0; i < boxes.size(); ++i) out << (i > 0 ? " and " : "") << boxes[i];
   } else {
     out << local_box();
   }

@@ -8,6 +8,11 @@
 // shard one dimension the left one divides it first and the next one divides its chunk; but a
 // strided shard divides after all axes to its right.
 //
+// [Note: blocks] A dimension may hold several matrices one behind the other: queries, keys and
+// values (c_attn: 3), gate and up (2). A BlockShard divides each of them into chunks, and a rank
+// holds its chunk of every block, one behind the other. So its shard is several boxes of the whole:
+// as many as blocks, or more if other axes shard in blocks too.
+//
 // [Note: flat shards] Tensors that lie one behind the other in one buffer, a unit, which N ranks
 // divide into chunks of equal length at any element: of a tensor a rank then holds a run of its
 // row-major elements, as a 1-D shard, which may begin and end inside of a row and may be empty.
@@ -23,6 +28,7 @@
 #include <vector>
 
 #include <tessera/core/shape.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/distributed/mesh/box.h>
 #include <tessera/distributed/mesh/mesh.h>
 
@@ -42,6 +48,13 @@ struct StridedShard {
   int split_factor = 1;
   friend bool operator==(const StridedShard&, const StridedShard&) = default;
 };
+// Every rank holds its chunk of each of so many equal blocks of a dimension, see [Note: blocks].
+// It cuts the dimension before any other axis but those that cut as many blocks of it.
+struct BlockShard {
+  int dim = 0;
+  int blocks = 1;
+  friend bool operator==(const BlockShard&, const BlockShard&) = default;
+};
 // The row-major elements e with i * chunk <= offset + e < (i + 1) * chunk are rank i's.
 struct FlatShard {
   int64_t offset = 0;  // of the tensor's first element in its unit
@@ -52,17 +65,23 @@ struct Partial {  // every rank holds a tensor of the whole shape: the value is 
   ReduceOp op = ReduceOp::kSum;  // kSum, kMean, kMax or kMin
   friend bool operator==(const Partial&, const Partial&) = default;
 };
-using Placement = std::variant<Replicate, Shard, StridedShard, Partial, FlatShard>;
+using Placement = std::variant<Replicate, Shard, StridedShard, BlockShard, Partial, FlatShard>;
 using Placements = std::vector<Placement>;
 
 std::string describe(const Placement& placement);    // "Shard(0)", "Replicate", "Partial(sum)"
 std::string describe(const Placements& placements);  // "[Replicate, Shard(0)]"
 bool is_partial(const Placement& placement);
-int shard_dim(const Placement& placement);     // of a Shard or a StridedShard, else -1
+int shard_dim(const Placement& placement);     // of a Shard, StridedShard, BlockShard, else -1
+int blocks_of(const Placement& placement);     // of a BlockShard, else 1
 bool is_sharding(const Placement& placement);  // every rank holds elements of its own
 
 // The i-th of `parts` chunks of a length, see [Note: chunks]: begin and end.
 std::pair<int64_t, int64_t> chunk_of(int64_t length, int parts, int i);
+// What the i-th of `parts` ranks holds of a dimension of that length where this placement cuts it:
+// a chunk, or one of every block. As few ranges as can be, ascending, at least one.
+using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+Ranges ranges_of(const Placement& cut, int64_t length, int parts, int i);
+int64_t length_of(const Ranges& ranges);
 // The elements of a tensor of so many that rank i holds, see [Note: flat shards]: begin and end.
 std::pair<int64_t, int64_t> run_of(const FlatShard& flat, int64_t numel, int i);
 
@@ -74,27 +93,31 @@ struct DTensorSpec {
 
   // With non-negative dimensions. Throws, named `where`: ConfigError unless there is one placement
   // for each axis of the mesh, the Partials have one reduction that is one of theirs, split factors
-  // are the parts that the axes to their right make, and a FlatShard has every element in one of
-  // the chunks and copies alone beside it; IndexError for a dimension that the shape lacks.
+  // are the parts that the axes to their right make, blocks divide their dimension and cut it
+  // first, and a FlatShard has every element in one of the chunks and copies alone beside it;
+  // IndexError for a dimension that the shape lacks.
   DTensorSpec checked(std::string_view where) const;
   // The axes that cut a dimension, the first one first.
   std::vector<size_t> cuts(int dim) const;
   // The axis of a FlatShard.
   std::optional<size_t> flat_axis() const;
   // What this rank holds of the whole. UnsupportedError for a FlatShard, whose run of elements is
-  // seldom one box.
+  // seldom one box, and for several blocks.
   Box local_box() const;
-  // The same for every placement: the local part's elements in row-major order are those of the
-  // boxes, one behind the other. None where there are no elements; one, but of a FlatShard up to
-  // 2 * dim - 1.
+  // The same for every placement. None where there are no elements; one, but of blocks one for
+  // each, and of a FlatShard up to 2 * dim - 1.
   std::vector<Box> local_boxes() const;
-  // What the rank at these coordinates, one for each axis, holds of the whole.
-  std::vector<Box> boxes_at(std::span<const int> coordinates) const;
+  // What the rank at these coordinates, one for each axis, holds of the whole, and where in its
+  // part, which is row-major.
+  std::vector<PartBox> boxes_at(std::span<const int> coordinates) const;
+  std::vector<PartBox> own_boxes() const;  // at this rank's
+  Ranges own_ranges(int dim) const;        // of a dimension; not of a FlatShard
   // The elements of the part of each rank of the mesh, in its order. Communicates nothing.
   std::vector<int64_t> part_numels() const;
   std::pair<int64_t, int64_t> local_run() const;  // of a FlatShard: begin and end
-  Shape local_shape() const;                      // of the part: the box's, or 1-D for a run
-  // What this rank holds, in words: "[0:3, 0:4]", "the elements [10:64]".
+  Shape local_shape() const;                      // of the part: the boxes', or 1-D for a run
+  // What this rank holds, in words: "[0:3, 0:4]", "[0:1, 0:4] and [3:4, 0:4]", "the elements
+  // [10:64]".
   std::string describe_part() const;
   // "f32[12, 4] on mesh(dp=4): [Shard(0)]"
   std::string describe(DType dtype) const;

@@ -6,6 +6,7 @@
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/transport/collectives.h>
@@ -23,30 +24,38 @@ Shape resized(Shape shape, int dim, int64_t size) {
   return shape;
 }
 
-Tensor chunk_along(const Tensor& x, int dim, int parts, int i) {
-  const auto [begin, end] = chunk_of(x.size(dim), parts, i);
-  return raw::narrow(x, dim, begin, end - begin);
+Tensor chunk_along(const Tensor& x, const Placement& cut, int parts, int i) {
+  const int dim = shard_dim(cut);
+  return held_along(x, dim, ranges_of(cut, x.size(dim), parts, i));
 }
 
-TensorList chunks_along(const Tensor& x, int dim, int parts) {
+TensorList chunks_along(const Tensor& x, const Placement& cut, int parts) {
   TensorList result;
-  for (int i = 0; i < parts; ++i) result.push_back(contiguous(chunk_along(x, dim, parts, i)));
+  for (int i = 0; i < parts; ++i) result.push_back(contiguous(chunk_along(x, cut, parts, i)));
   return result;
 }
 
-Tensor shard_to_replicate(const Tensor& x, int dim, int64_t length, Group& group) {
-  if (dim == 0 && length % group.size() == 0) {
+// Memory for what the ranks hold of a dimension of that length of a tensor that is otherwise of
+// this shape.
+TensorList parts_along(const Tensor& like, const Shape& shape, const Placement& cut, int64_t length,
+                       int ranks) {
+  TensorList parts;
+  for (int r = 0; r < ranks; ++r) {
+    const int64_t held = length_of(ranges_of(cut, length, ranks, r));
+    parts.push_back(raw::empty(resized(shape, shard_dim(cut), held), like.dtype(), like.device()));
+  }
+  return parts;
+}
+
+Tensor shard_to_replicate(const Tensor& x, const Placement& cut, int64_t length, Group& group) {
+  if (shard_dim(cut) == 0 && blocks_of(cut) == 1 && length % group.size() == 0) {
     const Tensor whole = raw::empty(resized(x.shape(), 0, length), x.dtype(), x.device());
     group.all_gather(whole, x, kModuleCall).wait();
     return whole;
   }
-  TensorList parts;
-  for (int r = 0; r < group.size(); ++r) {
-    const auto [begin, end] = chunk_of(length, group.size(), r);
-    parts.push_back(raw::empty(resized(x.shape(), dim, end - begin), x.dtype(), x.device()));
-  }
+  const TensorList parts = parts_along(x, x.shape(), cut, length, group.size());
   group.all_gather(parts, contiguous(x), kModuleCall).wait();
-  return cat(parts, dim);
+  return joined_along(parts, cut, length);
 }
 
 Tensor partial_to_replicate(const Tensor& x, ReduceOp op, Group& group) {
@@ -55,24 +64,21 @@ Tensor partial_to_replicate(const Tensor& x, ReduceOp op, Group& group) {
   return result;
 }
 
-Tensor partial_to_shard(const Tensor& x, ReduceOp op, int dim, Group& group) {
-  const TensorList parts = chunks_along(x, dim, group.size());
+Tensor partial_to_shard(const Tensor& x, ReduceOp op, const Placement& cut, Group& group) {
+  const TensorList parts = chunks_along(x, cut, group.size());
   const Tensor own =
       raw::empty(parts[static_cast<size_t>(group.rank())].shape(), x.dtype(), x.device());
   group.reduce_scatter(own, parts, op, kModuleCall).wait();
   return own;
 }
 
-Tensor shard_to_shard(const Tensor& x, int from, int64_t from_length, int to, Group& group) {
+Tensor shard_to_shard(const Tensor& x, const Placement& from, int64_t from_length,
+                      const Placement& to, Group& group) {
   const TensorList sent = chunks_along(x, to, group.size());
   const Shape own = sent[static_cast<size_t>(group.rank())].shape();
-  TensorList received;
-  for (int r = 0; r < group.size(); ++r) {
-    const auto [begin, end] = chunk_of(from_length, group.size(), r);
-    received.push_back(raw::empty(resized(own, from, end - begin), x.dtype(), x.device()));
-  }
+  const TensorList received = parts_along(x, own, from, from_length, group.size());
   group.all_to_all(received, sent, kModuleCall).wait();
-  return cat(received, from);
+  return joined_along(received, from, from_length);
 }
 
 Tensor run_to_replicate(const Tensor& x, const FlatShard& flat, const Shape& shape, Group& group) {
@@ -108,13 +114,15 @@ class Journey {
  public:
   Journey(const DTensorSpec& from, const DTensorSpec& to) : spec_(from), to_(to) {
     for (int dim = 0; dim < from.shape.size(); ++dim) {
-      cuts_.push_back(from.cuts(dim));
-      wanted_.push_back(to.cuts(dim));
+      cuts_.push_back(cuts_of(from, dim));
+      wanted_.push_back(cuts_of(to, dim));
     }
   }
 
   Tensor run(Tensor x) {
-    while (!(spec_.placements == to_.placements && cuts_ == wanted_)) {
+    for (;;) {
+      rename();
+      if (spec_.placements == to_.placements && cuts_ == wanted_) break;
       size_t axis = 0;
       int cheapest = kNever;
       for (size_t i = 0; i < spec_.placements.size(); ++i) {
@@ -135,16 +143,41 @@ class Journey {
  private:
   static constexpr int kNever = 100;
 
+  struct Cut {
+    size_t axis;
+    int blocks;
+    friend bool operator==(const Cut&, const Cut&) = default;
+  };
+  using Cuts = std::vector<Cut>;
+  static Cuts cuts_of(const DTensorSpec& spec, int dim) {
+    Cuts cuts;
+    for (const size_t axis : spec.cuts(dim))
+      cuts.push_back({axis, blocks_of(spec.placements[axis])});
+    return cuts;
+  }
+
+  // Cuts that are where they are wanted are only called otherwise: a StridedShard with no other cut
+  // to its right is a Shard, and so is a BlockShard of one block.
+  void rename() {
+    for (size_t dim = 0; dim < cuts_.size(); ++dim) {
+      for (size_t i = 0; i < cuts_[dim].size() && i < wanted_[dim].size(); ++i) {
+        if (cuts_[dim][i] != wanted_[dim][i]) break;
+        const size_t axis = cuts_[dim][i].axis;
+        spec_.placements[axis] = to_.placements[axis];
+      }
+    }
+  }
+
   // The innermost cut of its dimension: what it has cut can be put together again.
   bool may_leave(size_t axis) const {
     const int dim = shard_dim(spec_.placements[axis]);
-    return dim < 0 || cuts_[static_cast<size_t>(dim)].back() == axis;
+    return dim < 0 || cuts_[static_cast<size_t>(dim)].back().axis == axis;
   }
   // Next in the wanted order of cuts.
   bool may_cut(size_t axis, int dim) const {
-    std::vector<size_t> cuts = cuts_[static_cast<size_t>(dim)];
-    std::erase(cuts, axis);
-    cuts.push_back(axis);
+    Cuts cuts = cuts_[static_cast<size_t>(dim)];
+    std::erase_if(cuts, [&](const Cut& cut) { return cut.axis == axis; });
+    cuts.push_back({axis, blocks_of(to_.placements[axis])});
     const auto& wanted = wanted_[static_cast<size_t>(dim)];
     return cuts.size() <= wanted.size() && std::equal(cuts.begin(), cuts.end(), wanted.begin());
   }
@@ -191,11 +224,11 @@ class Journey {
   // The length of a dimension before `axis`, its last cut, cuts it.
   int64_t length_before(size_t axis, int dim) const {
     int64_t length = spec_.shape[dim];
-    for (const size_t other : cuts_[static_cast<size_t>(dim)]) {
+    for (const auto& [other, blocks] : cuts_[static_cast<size_t>(dim)]) {
       if (other == axis) break;
       const MeshAxis& along = spec_.mesh->axes()[other];
-      const auto [begin, end] = chunk_of(length, along.size, spec_.mesh->coordinate(along.name));
-      length = end - begin;
+      length = length_of(ranges_of(spec_.placements[other], length, along.size,
+                                   spec_.mesh->coordinate(along.name)));
     }
     return length;
   }
@@ -212,7 +245,9 @@ class Journey {
     const int target_dim = direct ? to_dim : -1;
     const Tensor result = along(x, axis, from, to);
     if (from_dim >= 0) cuts_[static_cast<size_t>(from_dim)].pop_back();
-    if (target_dim >= 0) cuts_[static_cast<size_t>(target_dim)].push_back(axis);
+    if (target_dim >= 0) {
+      cuts_[static_cast<size_t>(target_dim)].push_back({axis, blocks_of(to)});
+    }
     spec_.placements[axis] = to;
     return result;
   }
@@ -230,22 +265,24 @@ class Journey {
     const int from_dim = shard_dim(from), to_dim = shard_dim(to);
     if (from_dim >= 0) {
       const int64_t length = length_before(axis, from_dim);
-      return to_dim >= 0 ? shard_to_shard(x, from_dim, length, to_dim, group)
-                         : shard_to_replicate(contiguous(x), from_dim, length, group);
+      return to_dim >= 0 ? shard_to_shard(x, from, length, to, group)
+                         : shard_to_replicate(contiguous(x), from, length, group);
     }
     if (is_partial(from)) {
       const ReduceOp op = std::get<Partial>(from).op;
-      return to_dim >= 0 ? partial_to_shard(x, op, to_dim, group)
-                         : partial_to_replicate(x, op, group);
+      return to_dim >= 0 ? partial_to_shard(x, op, to, group) : partial_to_replicate(x, op, group);
     }
     // An own copy: a view would keep the whole alive.
-    if (to_dim >= 0) return contiguous(clone(chunk_along(x, to_dim, group.size(), group.rank())));
+    if (to_dim >= 0) {
+      const Tensor own = chunk_along(x, to, group.size(), group.rank());
+      return own.storage() == x.storage() ? contiguous(clone(own)) : own;
+    }
     return replicate_to_partial(x, std::get<Partial>(to).op, group);
   }
 
   DTensorSpec spec_;  // the placements of now; a strided shard may stand among others for a while
   const DTensorSpec& to_;
-  std::vector<std::vector<size_t>> cuts_, wanted_;  // of each dimension: its axes, in order
+  std::vector<Cuts> cuts_, wanted_;  // of each dimension, in order
 };
 
 // ---- Through autograd ---------------------------------------------------------------------------
@@ -293,6 +330,37 @@ class RedistributeNode final : public Node {
 };
 
 }  // namespace
+
+Tensor held_along(const Tensor& x, int dim, const Ranges& ranges) {
+  const auto piece = [dim](const Tensor& tensor, int64_t begin, int64_t length) {
+    return raw::narrow(tensor, dim, begin, length);
+  };
+  if (ranges.size() == 1) return piece(x, ranges[0].first, ranges[0].second - ranges[0].first);
+  const Tensor result =
+      raw::empty(resized(x.shape(), dim, length_of(ranges)), x.dtype(), x.device());
+  int64_t at = 0;
+  for (const auto& [begin, end] : ranges) {
+    kernels::copy_into(piece(result, at, end - begin), piece(x, begin, end - begin));
+    at += end - begin;
+  }
+  return result;
+}
+
+Tensor joined_along(const TensorList& parts, const Placement& cut, int64_t length) {
+  const int dim = shard_dim(cut), ranks = static_cast<int>(parts.size());
+  if (blocks_of(cut) == 1) return cat(parts, dim);
+  const Tensor& like = parts[0];
+  const Tensor whole = raw::empty(resized(like.shape(), dim, length), like.dtype(), like.device());
+  for (int r = 0; r < ranks; ++r) {
+    int64_t at = 0;
+    for (const auto& [begin, end] : ranges_of(cut, length, ranks, r)) {
+      kernels::copy_into(raw::narrow(whole, dim, begin, end - begin),
+                         raw::narrow(parts[static_cast<size_t>(r)], dim, at, end - begin));
+      at += end - begin;
+    }
+  }
+  return whole;
+}
 
 Tensor elements_of(const Tensor& x) { return raw::view(contiguous(x), {x.numel()}); }
 

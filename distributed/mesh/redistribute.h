@@ -12,10 +12,12 @@
 //     Shard(a) -> Shard(b)  all_to_all                       all_to_all
 //     Replicate -> Partial  the value at coordinate 0 and    nothing
 //                           zeros (mean, max, min: the value)
+//     BlockShard            as Shard, of the same dimension too: between both through Replicate
 //     FlatShard             as Shard from and to Replicate and from Partial
 //     the same              nothing                          nothing
 //
-// All other changes go through Replicate. A gradient goes back to the placements of the source, but
+// All other changes go through Replicate; the same shards by another name (a StridedShard that no
+// axis to its right divides) go nowhere. A gradient goes back to the placements of the source, but
 // stays replicated if that is partial. Sizes need not divide: lists of uneven shards are sent
 // without padding. Among several axes the one that leaves fewer elements goes first (from [Partial,
 // Partial] to [Replicate, Shard(0)] the reduce_scatter); a chunk of a chunk is gathered before the
@@ -38,6 +40,11 @@ namespace tessera::distributed {
 // goes back by from.of_gradient(). Channel::kModule.
 Tensor redistribute_local(const Tensor& local, const DTensorSpec& from, const DTensorSpec& to,
                           const DTensorSpec& output_gradient);
+
+// Returns what lies in these ranges of a dimension: a view for one range, else a copy.
+Tensor held_along(const Tensor& x, int dim, const Ranges& ranges);
+// The reverse: a dimension of that length from the shards of all ranks, in their order.
+Tensor joined_along(const TensorList& parts, const Placement& cut, int64_t length);
 
 // For FlatShards: a tensor's elements in row-major order, 1-D (a view if they lie so), and from
 // that those of each rank, as views.

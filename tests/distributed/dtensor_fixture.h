@@ -23,7 +23,7 @@ inline Tensor numbered(const Shape& shape, double first = 1) {
 }
 
 // This rank's part by the definition: chunks of ceil(L / N), the left axis first, strided ones
-// after all others; of a flat shard the elements that its chunk of the unit has. A summand of a
+// after all others; of blocks a chunk of each; of a flat shard the elements that its chunk of the unit has. A summand of a
 // sum: rank-dependent numbers, and the rest at coordinate 0.
 inline Tensor part_by_hand(const Tensor& whole, Mesh& mesh, const Placements& placements) {
   Tensor part = whole;
@@ -34,6 +34,17 @@ inline Tensor part_by_hand(const Tensor& whole, Mesh& mesh, const Placements& pl
   };
   for (size_t i = 0; i < placements.size(); ++i) {
     if (const auto* shard = std::get_if<Shard>(&placements[i])) cut(shard->dim, mesh.axes()[i]);
+    if (const auto* shard = std::get_if<BlockShard>(&placements[i])) {
+      const Tensor all = part;
+      const int64_t length = all.size(shard->dim) / shard->blocks;
+      TensorList chunks;
+      for (int block = 0; block < shard->blocks; ++block) {
+        part = all.narrow(shard->dim, block * length, length);
+        cut(shard->dim, mesh.axes()[i]);
+        chunks.push_back(part);
+      }
+      part = cat(chunks, shard->dim);
+    }
   }
   for (size_t i = placements.size(); i-- > 0;) {
     if (const auto* shard = std::get_if<StridedShard>(&placements[i])) {

@@ -19,14 +19,14 @@
 namespace tessera {
 
 struct Lying {
-  enum class Way { kPlain, kReplicate, kRows, kColumns, kFlat };
+  enum class Way { kPlain, kReplicate, kRows, kColumns, kFlat, kBlocks };
   int ranks = 1;
   Way way = Way::kPlain;
-  bool two_axes = false;  // (ranks / 2) x 2: copied along the first
+  bool two_axes = false;  // (ranks / 2) x 2: copied along the first, blocks cut once more
 
   std::string describe() const {
-    static const char* const kNames[] = {"plain", "Replicate", "Shard(0)", "Shard(-1)",
-                                         "FlatShard"};
+    static const char* const kNames[] = {"plain",     "Replicate", "Shard(0)",
+                                         "Shard(-1)", "FlatShard", "BlockShard(-1)"};
     return std::string(kNames[static_cast<int>(way)]) + (two_axes ? " of 2 columns" : "") + " on " +
            std::to_string(ranks);
   }
@@ -119,6 +119,16 @@ class PartsTraining {
       unit_ += whole.numel();
     }
     Placements placements(mesh->axes().size(), Replicate());
+    if (lying_.way == Lying::Way::kBlocks && whole.dim() > 0) {
+      const int dim = static_cast<int>(whole.dim()) - 1;
+      int blocks = 1;
+      while (whole.size(dim) > 1 && whole.size(dim) % ++blocks != 0) {
+      }
+      placement = BlockShard(dim, blocks);
+      if (lying_.two_axes) {
+        placements[0] = dim > 0 ? Placement(Shard(0)) : StridedShard(dim, static_cast<int>(ranks));
+      }
+    }
     placements.back() = placement;
     return distribute_tensor(whole, *mesh, placements);
   }

@@ -40,6 +40,9 @@ std::vector<Lying> ways() {
   all.push_back({4, Way::kRows, true});
   all.push_back({4, Way::kFlat, true});
   all.push_back({3, Way::kColumns});
+  all.push_back({2, Way::kBlocks});
+  all.push_back({4, Way::kBlocks, true});
+  all.push_back({6, Way::kBlocks, true});
   all.push_back({8, Way::kFlat});
   return all;
 }

@@ -1,5 +1,7 @@
 // Redistribution of DTensors: values, gradients and collectives beside plain tensors.
 // ctest labels: threads
+#include <random>
+
 #include "distributed/dtensor_fixture.h"
 
 namespace tessera::distributed::test_dtensor_redistribute {
@@ -128,6 +130,167 @@ TEST(Redistribute, AStridedShardCutsWhatTheAxesToItsRightHaveLeft) {
     const Tensor part = to_local(distribute_tensor(whole, mesh, {StridedShard(0, 2), Shard(0)}));
     const double first[] = {0, 4, 2, 6};  // ranks (dp, tp) = (0, 0), (0, 1), (1, 0), (1, 1)
     EXPECT_EQ(part.to_vector(), (std::vector<double>{first[rank], first[rank] + 1}));
+  });
+}
+
+TEST(Redistribute, OfBlocksARankHoldsItsChunkOfEachOneBehindTheOther) {
+  compared_ranks(2, [&](int rank) {
+    Mesh mesh(world());
+    // Three blocks of three rows: of each the first rank holds two.
+    const Tensor rows = distribute_tensor(numbered({9, 1}, 0), mesh, {BlockShard(0, 3)});
+    EXPECT_EQ(to_local(rows).to_vector(),
+              rank == 0 ? (std::vector<double>{0, 1, 3, 4, 6, 7}) : (std::vector<double>{2, 5, 8}));
+    EXPECT_EQ(describe(rows), "DTensor f32[9, 1] on mesh(dp=2): [BlockShard(0, 3)], local " +
+                                  std::string(rank == 0 ? "[6, 1]" : "[3, 1]"));
+    const std::vector<Box> first = {{{0, 0}, {2, 1}}, {{3, 0}, {2, 1}}, {{6, 0}, {2, 1}}},
+                           second = {{{2, 0}, {1, 1}}, {{5, 0}, {1, 1}}, {{8, 0}, {1, 1}}};
+    EXPECT_EQ(local_boxes(rows), rank == 0 ? first : second);
+    const Tensor columns = distribute_tensor(numbered({2, 4}, 0), mesh, {BlockShard(-1, 2)});
+    EXPECT_EQ(to_local(columns).to_vector(),
+              rank == 0 ? (std::vector<double>{0, 2, 4, 6}) : (std::vector<double>{1, 3, 5, 7}));
+    EXPECT_EQ(message_of<UnsupportedError>([&] { local_box(rows); }),
+              "local_box: of [BlockShard(0, 3)] a rank holds 3 pieces of dimension 0, which are no "
+              "one box; take local_boxes()");
+  });
+}
+
+TEST(Redistribute, BlocksMoveAsChunksDo) {
+  for (const int size : {2, 3, 4}) {
+    compared_ranks(size, [&](int) {
+      Mesh mesh(world());
+      const auto calls = [&](const Shape& shape, const Placement& from, const Placement& to) {
+        const auto [forward, backward] = check_way(mesh, shape, {from}, {to});
+        return forward + " | " + backward;
+      };
+      for (const int blocks : {1, 2, 3}) {
+        for (const int64_t block : {size * 3, size * 3 + 1, size * 3 + 2, size - 1, 1, 0}) {
+          const Shape rows = {blocks * block, 5}, columns = {5, blocks * block};
+          const Placement cut = BlockShard(0, blocks), other = BlockShard(1, blocks);
+          EXPECT_EQ(calls(rows, cut, Replicate()), "all_gather | ");
+          EXPECT_EQ(calls(rows, Replicate(), cut), " | all_gather");
+          EXPECT_EQ(calls(rows, Partial(), cut), "reduce_scatter | all_gather");
+          EXPECT_EQ(calls(rows, cut, Partial()), "all_gather | ");
+          EXPECT_EQ(calls(rows, cut, cut), " | ");
+          EXPECT_EQ(calls(rows, cut, Shard(1)), "all_to_all | all_to_all");
+          EXPECT_EQ(calls(columns, Shard(0), other), "all_to_all | all_to_all");
+          EXPECT_EQ(calls(columns, other, Replicate()), "all_gather | ");
+          // Within a dimension it is put together first. One block is a chunk.
+          const std::string within = blocks > 1 ? "all_gather | all_gather" : " | ";
+          EXPECT_EQ(calls(rows, cut, Shard(0)), within);
+          EXPECT_EQ(calls(columns, Shard(1), other), within);
+        }
+      }
+    });
+  }
+}
+
+// Any way of lying on any mesh, where there is such a one.
+class RandomWays {
+ public:
+  explicit RandomWays(unsigned seed) : random_(seed) {}
+  int number(int from, int to) { return std::uniform_int_distribution<int>(from, to)(random_); }
+  std::vector<MeshAxis> mesh(int ranks) {
+    std::vector<MeshAxis> axes;
+    while (ranks > 1) {
+      int size = number(2, ranks);
+      while (ranks % size != 0) ++size;
+      axes.push_back({std::string(1, static_cast<char>('a' + axes.size())), size});
+      ranks /= size;
+    }
+    return axes;
+  }
+  Shape shape() {
+    static constexpr int64_t kSizes[] = {1, 2, 3, 4, 5, 6, 7, 9, 12};
+    Shape shape;
+    for (int dims = number(1, 3); dims > 0; --dims) shape.push_back(kSizes[number(0, 8)]);
+    return shape;
+  }
+  Placements placements(Mesh& mesh, const Shape& shape) {
+    for (;;) {
+      Placements all;
+      for (size_t i = 0; i < mesh.axes().size(); ++i) all.push_back(placement(shape));
+      for (size_t i = 0; i < all.size(); ++i) {
+        auto* strided = std::get_if<StridedShard>(&all[i]);
+        for (size_t j = i + 1; strided != nullptr && j < all.size(); ++j) {
+          if (shard_dim(all[j]) == strided->dim) strided->split_factor *= mesh.axes()[j].size;
+        }
+      }
+      try {
+        return DTensorSpec{&mesh, all, shape}.checked("test").placements;
+      } catch (const ConfigError&) {  // there is no such way
+      }
+    }
+  }
+
+ private:
+  Placement placement(const Shape& shape) {
+    const int dim = number(0, shape.size() - 1);
+    switch (number(0, 5)) {
+      case 0:
+        return Replicate();
+      case 1:
+        return Partial();
+      case 2:
+        return StridedShard(dim);
+      case 3:
+        return Shard(dim);
+      default: {
+        const int blocks = number(2, 4), size = static_cast<int>(shape[dim]);
+        return BlockShard(dim, size % blocks == 0 ? blocks : size);
+      }
+    }
+  }
+  std::mt19937 random_;
+};
+
+TEST(Redistribute, AnyWayToAnyOtherIsACutOfTheWhole) {
+  int strided_over_blocks = 0, blocks_to_blocks = 0;
+  for (const int ranks : {2, 3, 4, 6, 8}) {
+    compared_ranks(ranks, [&](int rank) {
+      RandomWays ways(static_cast<unsigned>(100 + ranks));
+      for (int i = 0; i < 12; ++i) {
+        Mesh mesh(world(), ways.mesh(ranks));
+        for (int j = 0; j < 30; ++j) {
+          const Shape shape = ways.shape();
+          const Placements from = ways.placements(mesh, shape), to = ways.placements(mesh, shape);
+          check_way(mesh, shape, from, to);
+          if (rank != 0) continue;
+          const auto has = [](const Placements& all, const auto& one) {
+            return std::ranges::any_of(all, one);
+          };
+          const auto block = [](const Placement& p) { return blocks_of(p) > 1; };
+          const auto strided = [](const Placement& p) {
+            return std::holds_alternative<StridedShard>(p);
+          };
+          blocks_to_blocks += has(from, block) && has(to, block);
+          strided_over_blocks += has(to, block) && has(to, strided);
+        }
+      }
+    });
+  }
+  EXPECT_GT(blocks_to_blocks, 100);
+  EXPECT_GT(strided_over_blocks, 30);
+}
+
+TEST(Redistribute, BlocksThatDoNotDivideOrComeSecondAreConfigErrors) {
+  compared_ranks(4, [&](int) {
+    Mesh mesh(world(), {{"dp", 2}, {"tp", 2}});
+    EXPECT_EQ(message_of<ConfigError>([&] {
+                distribute_tensor(zeros({8, 2}), mesh, {Replicate(), BlockShard(0, 3)});
+              }),
+              "distribute_tensor: the blocks of BlockShard(0, 3) are of one size, and dimension 0 "
+              "of [8, 2] does not divide by 3; give the number that it is made of");
+    EXPECT_EQ(
+        message_of<ConfigError>([&] {
+          distribute_tensor(zeros({9, 2}), mesh, {Shard(0), BlockShard(0, 3)});
+        }),
+        "distribute_tensor: blocks are cut before chunks; got [Shard(0), BlockShard(0, 3)] on "
+        "mesh(dp=2, tp=2), where 'dp' cuts dimension 0 first; order the axes otherwise, or "
+        "give that one a StridedShard");
+    EXPECT_THROW(distribute_tensor(zeros({8, 2}), mesh, {Replicate(), BlockShard(0, 0)}),
+                 ConfigError);
+    EXPECT_THROW(distribute_tensor(zeros({8, 2}), mesh, {Replicate(), BlockShard(2, 2)}),
+                 IndexError);
   });
 }
 

@@ -96,6 +96,17 @@ void expect_the_bits_of_whole_ones(const typename Optimizer::Options& options, D
   check(2, {"copies", {{"dp", 2}}, [](size_t) { return Placements{Replicate()}; }});
   check(4, {"hybrid", grid, [](size_t) { return Placements{Replicate(), Shard(0)}; }});
   check(4, {"blocks", grid, [](size_t) { return Placements{Shard(0), Shard(1)}; }});
+  // Where they divide: of the first dimension, or of the second.
+  const auto in_blocks = [](size_t i) -> Placement {
+    const int64_t rows = kShapes[i][0], columns = kShapes[i][1];
+    if (rows % 3 == 0) return BlockShard(0, 3);
+    return columns % 3 == 0 ? Placement(BlockShard(1, 3)) : Shard(1);
+  };
+  check(2, {"c_attn", {{"tp", 2}}, [&](size_t i) { return Placements{in_blocks(i)}; }});
+  check(4, {"c_attn beside rows", grid, [&](size_t i) -> Placements {
+              const Placement cut = in_blocks(i);
+              return {Shard(1 - shard_dim(cut)), cut};
+            }});
   check(4, {"strided", grid, [](size_t) { return Placements{StridedShard(0, 2), Shard(0)}; }});
   // Matrices of one list that different ranks hold.
   check(4, {"mixed", grid, [](size_t i) -> Placements {

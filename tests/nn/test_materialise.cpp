@@ -183,6 +183,9 @@ TEST(Materialise, GivesEachRankTheBitsOfItsPart) {
         ways.push_back({square.get(), {Replicate(), Shard(0)}});
         ways.push_back({square.get(), {Shard(1), Shard(0)}});
         ways.push_back({square.get(), {distributed::StridedShard{0, 2}, Shard(0)}});
+        ways.push_back({square.get(), {Replicate(), distributed::BlockShard{0, 2}}});
+        ways.push_back(
+            {square.get(), {distributed::StridedShard{1, 2}, distributed::BlockShard{1, 3}}});
       }
       for (const auto& [mesh, way] : ways) {
         for (const Kind& one : kinds()) {
@@ -197,6 +200,11 @@ TEST(Materialise, GivesEachRankTheBitsOfItsPart) {
             Placements placements = way;
             for (distributed::Placement& placement : placements) {
               if (distributed::shard_dim(placement) >= whole[i].tensor.dim()) placement = Shard(0);
+            }
+            const int dim = distributed::shard_dim(way.back());
+            const bool in_blocks = distributed::blocks_of(placements.back()) > 1;
+            if (in_blocks && whole[i].tensor.size(dim) % distributed::blocks_of(way.back()) != 0) {
+              placements = {Replicate(), Shard(0)};
             }
             become_part(parts[i].tensor, *mesh, placements);
           }
