@@ -13,11 +13,25 @@ namespace tessera::distributed {
 
 namespace {
 
+// The dimension that is cut where nobody says which: of a part the first that no other axis cuts,
+// evenly where it is not dimension 0; where there is none, dimension 0 once more.
+int dim_to_cut(const ShardedParam& param, int ranks) {
+  const auto is_free = [&](int dim) { return !param.across || param.across->cuts(dim).empty(); };
+  if (is_free(0)) return 0;
+  for (int dim = 1; dim < param.shard.dim(); ++dim) {
+    if (is_free(dim) && param.shard.size(dim) % ranks == 0) return dim;
+  }
+  return 0;
+}
+
 void place_shards(std::vector<ShardedParam>& params, const ShardPlacement& placement, int ranks) {
-  if (!placement) return;
   for (ShardedParam& param : params) {
-    const std::optional<Shard> wanted = placement(param.name, param.shard);
-    if (!wanted) continue;
+    std::optional<Shard> wanted;
+    if (placement) wanted = placement(param.name, param.shard);
+    if (!wanted) {
+      param.shard_dim = dim_to_cut(param, ranks);
+      continue;
+    }
     param.shard_dim = wrap_dim(wanted->dim, param.shard.dim(), "fully_shard");
     const int64_t size = param.shard.shape()[param.shard_dim];
     TS_CHECK_AS(ConfigError, param.shard_dim == 0 || size % ranks == 0, "fully_shard", "'",
@@ -71,7 +85,7 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
   }
   unit->settings.average = options.average;
   unit->broadcasts_buffers = options.broadcast_buffers;
-  std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, where);
+  std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, true, where);
   for (const ShardedParam& param : params) {
     TS_CHECK_AS(ConfigError, param.shard.dim() > 0, where, "'", param.name,
                 "' is a scalar, which has no rows to cut; give it a dimension");
@@ -219,6 +233,7 @@ FullParametersScope::FullParametersScope(nn::ModuleBase& module, bool writes)
   for (const auto& unit : units_) {
     unit->gather();
     unit->show_wholes();
+    for (const auto& part : unit->parts) part->mark_parts(true);
   }
   for (const auto& unit : units_) unit->settle();
 }
@@ -227,6 +242,7 @@ FullParametersScope::~FullParametersScope() noexcept(false) {
   std::exception_ptr mistake;
   for (const auto& unit : units_) {
     unit->show_shards();
+    for (const auto& part : unit->parts) part->mark_parts(false);
     try {
       for (const auto& part : unit->parts) writes_ ? part->keep_written() : part->check_unwritten();
     } catch (...) {

@@ -18,6 +18,12 @@
 // Call methods other than forward as model.call(&Model::encode, x), which gathers as operator()
 // does; nothing has to be registered.
 //
+// A parameter that is a DTensor already, a chunk or a copy along other axes of the same mesh (tensor
+// parallelism), is sharded once more: mesh["dp_shard"] beside mesh["tp"] makes a DTensor over both.
+// In a call it is what it was before: this rank's part along the other axes, plain. The sharded
+// dimension is the first that those axes leave whole and that divides, else a StridedShard of
+// dimension 0.
+//
 // Names and behavior are those of PyTorch's FSDP2 (torch.distributed.fsdp.fully_shard);
 // docs/sharding.md lists the differences.
 //
@@ -132,13 +138,14 @@ class FullyShardedModule {
 
 // Makes one unit of the module's parameters that belong to no unit yet: call it for blocks first,
 // then for the modules that contain them. The list form makes one unit of several modules that run
-// one after the other, in any order of the list, gathered before the first and resharded after the last. `mesh` has one axis,
-// whose ranks hold the shards; or two, of which the first replicates and the second shards (HSDP).
-// Collective over the mesh. Throws ConfigError for a module that has a unit already, for a
-// parameter that another unit holds (weights that are tied across units), for a scalar parameter,
-// for an unknown ignored name. The mesh must outlive the model, else the next call of the model is
-// an UnsupportedError. Once the outermost module has its unit, no trainable parameter may be added
-// to or removed from the model: the next call would be a ConfigError.
+// one after the other, in any order of the list, gathered before the first and resharded after the
+// last. `mesh` has one axis, whose ranks hold the shards; or two, of which the first replicates and
+// the second shards (HSDP). Collective over the mesh, and over the outermost mesh if a parameter is
+// a part along other axes. Throws ConfigError for a module that has a unit already, for a parameter
+// that another unit holds (weights that are tied across units), for a scalar parameter, for an
+// unknown ignored name. The mesh must outlive the model, else the next call of the model is an
+// UnsupportedError. Once the outermost module has its unit, no trainable parameter may be added to
+// or removed from the model: the next call would be a ConfigError.
 FullyShardedModule fully_shard(nn::ModuleBase& module, Mesh& mesh,
                                const FullyShardOptions& options = {});
 FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh& mesh,
@@ -152,7 +159,9 @@ ShardedModel sharded_model(nn::ModuleBase& root);
 
 // In the scope the parameters of the module and of all under it are whole, in parameters() too.
 // With `writes` the values written there, the same on all ranks, are kept; otherwise a write is an
-// error at the end of the scope. Collective. Not inside of a call of the module.
+// error at the end of the scope. A parameter that is a part along other axes is a DTensor along
+// these axes in the scope: full_tensor() reads it whole, to_local() is this rank's to read and
+// write. Collective. Not inside of a call of the module.
 class [[nodiscard]] FullParametersScope {
  public:
   FullParametersScope(nn::ModuleBase& module, bool writes);

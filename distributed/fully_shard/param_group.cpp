@@ -118,10 +118,36 @@ Tensor ParamGroup::leaf_over(const Tensor& elements, bool requires_grad) {
   return leaf;
 }
 
+namespace {
+
+// What is cut by `placement` along the last axis of a mesh, and before along the axes of `across`.
+DTensorSpec cut_once_more(const DTensorSpec& across, const Mesh& mesh, const Placement& placement) {
+  Mesh& all = joined(mesh, *across.mesh);
+  DTensorSpec spec{&all, {}, across.shape};
+  int parts = 1;  // into which the axes to the right cut the dimension
+  const int dim = shard_dim(placement);
+  for (size_t i = all.axes().size(); i-- > 0;) {
+    const MeshAxis& axis = all.axes()[i];
+    const auto before = std::ranges::find(across.mesh->axes(), axis.name, &MeshAxis::name);
+    Placement own = Replicate();
+    if (before != across.mesh->axes().end()) {
+      own = across.placements[static_cast<size_t>(before - across.mesh->axes().begin())];
+      if (shard_dim(own) == dim) parts *= axis.size;
+    } else if (axis.name == mesh.axes().back().name) {
+      own = parts > 1 ? Placement(StridedShard(dim, parts)) : placement;
+    }
+    spec.placements.insert(spec.placements.begin(), own);
+  }
+  return spec;
+}
+
+}  // namespace
+
 void ParamGroup::become_shard(ShardedParam& param, const Tensor& part, const Placement& placement) {
-  Placements placements(ranks_.mesh->axes().size(), Replicate());
-  placements.back() = placement;
-  const Tensor model = from_local(part, *ranks_.mesh, placements, {.shape = param.shape});
+  DTensorSpec spec{ranks_.mesh, Placements(ranks_.mesh->axes().size(), Replicate()), param.shape};
+  spec.placements.back() = placement;
+  if (param.across) spec = cut_once_more(*param.across, *ranks_.mesh, placement);
+  const Tensor model = from_local(part, *spec.mesh, spec.placements, {.shape = spec.shape});
   pass_initial_values(param.shard, model);
   param.shard.set_data(part);
   param.shard.bump_version("a cut into shards");
@@ -145,6 +171,20 @@ void ParamGroup::show_wholes() {
 void ParamGroup::show_shards() {
   for (ShardedParam& param : params_) {
     for (Tensor* place : param.places) *place = param.shard;
+  }
+}
+
+void ParamGroup::mark_parts(bool marked) {
+  for (ShardedParam& param : params_) {
+    if (!param.across) continue;
+    if (!marked) {
+      param.whole.impl()->guard = nullptr;
+      continue;
+    }
+    const NoGradGuard no_grad;
+    copy_guard(from_local(raw::alias(param.whole), *param.across->mesh, param.across->placements,
+                          {.shape = param.across->shape}),
+               param.whole);
   }
 }
 

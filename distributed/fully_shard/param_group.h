@@ -5,7 +5,8 @@
 //
 //     shard   this rank's part, a DTensor: the object that the module was made with, which
 //             parameters(), optimizers and checkpoints see. It has its bytes at all times.
-//     whole   what ops read: a leaf of its own, made once. It stands in the modules' places while
+//     whole   what ops read, all that the ranks hold between them: a leaf of its own, made once. It
+//             stands in the modules' places while
 //             their calls run, and has bytes from a gather to release().
 //
 // A gradient is added to the whole, reduced, and ends as the shard's `.grad`. Dtypes may differ: an
@@ -52,11 +53,14 @@
 namespace tessera::distributed {
 
 struct ShardedParam {
-  std::string name;                   // dotted, in the model
-  Tensor shard, whole;                // see above
-  std::vector<Tensor*> places;        // of modules, more than one where it is tied
-  int shard_dim = 0;                  // the sharded one; evenly if it is not the first
-  Shape shape = {};                   // of the whole
+  std::string name;             // dotted, in the model
+  Tensor shard, whole;          // see above
+  std::vector<Tensor*> places;  // of modules, more than one where it is tied
+  int shard_dim = 0;            // the sharded one; evenly if it is not the first
+  Shape shape = {};             // of the whole
+  // The placements of a parameter that was a part before, along axes that stay as they are (tensor
+  // parallelism). Then the whole is that part, and the shard a DTensor over these axes, too.
+  std::optional<DTensorSpec> across = {};
   std::optional<DType> cast = {};     // see [Note: casts]: only its copies in this dtype are read
   std::shared_ptr<Fp8Part> fp8 = {};  // or its bytes
   uint32_t gathered_shard = 0;        // versions at the last gather, of the shard as it was read
@@ -153,6 +157,8 @@ class ParamGroup {
   // What stands in the modules' places.
   void show_wholes();
   void show_shards();
+  // Whether wholes that are parts across other ranks say so, to readers outside of calls.
+  void mark_parts(bool marked);
   // Throws AutogradError if a whole was written since it was gathered: the write would be lost.
   void check_unwritten() const;
   // Copies the wholes' own parts into the shards, to keep writes to unsharded parameters.

@@ -10,6 +10,7 @@
 
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/core/error.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/broadcast.h>
 #include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/dtensor.h>
@@ -81,38 +82,66 @@ void check_apart(const std::vector<nn::ModuleBase*>& modules, std::string_view w
   }
 }
 
-// The unit that the parameter at this place belongs to.
-std::shared_ptr<ShardUnit> unit_with(const Tensor* place) {
+// The unit that has this parameter.
+struct Owner {
+  std::shared_ptr<ShardUnit> unit;
+  bool at_this_place = false;  // else at others, to which it is tied
+};
+Owner owner_of(const Tensor* place) {
   for (const auto& [module, weak] : ShardedModules::current().units) {
     const auto unit = weak.lock();
     if (!unit) continue;
     for (const auto& part : unit->parts) {
       for (const ShardedParam& param : part->params()) {
-        if (std::ranges::find(param.places, place) != param.places.end()) return unit;
+        const bool here = std::ranges::find(param.places, place) != param.places.end();
+        if (here || param.shard.is(*place)) return {unit, here};
       }
     }
   }
-  return nullptr;
+  return {};
 }
 
 void check_free(const Tensor* place, const std::string& name, std::string_view where) {
   TS_CHECK_AS(ConfigError, !is_replicated(*place), where, "'", name,
               "' belongs to a Replica, which reduces whole gradients; let it go first");
   if (!is_dtensor(*place)) return;
-  if (const auto unit = unit_with(place)) {
-    TS_THROW(ConfigError, where, "'", name, "' belongs to ", unit->title(),
-             " already, which was sharded before; shard inner modules first, then what holds them, "
-             "and take one mode for a model");
+  const Owner owner = owner_of(place);
+  TS_CHECK_AS(ConfigError, !owner.at_this_place, where, "'", name, "' belongs to ",
+              owner.unit->title(),
+              " already, which was sharded before; shard inner modules first, then what holds "
+              "them, and take one mode for a model");
+  TS_CHECK_AS(ConfigError, owner.unit == nullptr, where, "'", name, "' is ", *place,
+              ", which is tied to a parameter of another unit; tied parameters belong to one "
+              "unit: shard the module that holds both, and not the one inside of it");
+}
+
+// How a parameter lies that is a part along other axes; none of a whole one.
+std::optional<DTensorSpec> spec_across(const Tensor& tensor, const std::string& name,
+                                       const Mesh& mesh, bool takes_parts, std::string_view where) {
+  if (!is_dtensor(tensor)) return std::nullopt;
+  const DTensorSpec& spec = spec_of(tensor);
+  TS_CHECK_AS(UnsupportedError, takes_parts, where, "cuts whole parameters; '", name, "' is ",
+              tensor, "; fully_shard() cuts parts once more");
+  for (const Placement& placement : spec.placements) {
+    TS_CHECK_AS(UnsupportedError,
+                !is_partial(placement) && !std::holds_alternative<FlatShard>(placement), where, "'",
+                name, "' is ", tensor,
+                ", and what is cut once more is a chunk or a copy along other axes; "
+                "redistribute() it first");
   }
-  TS_THROW(ConfigError, where, "'", name, "' is ", *place,
-           ", which is tied to a parameter of another unit; tied parameters belong to one unit: "
-           "shard the module that holds both, and not the one inside of it");
+  try {
+    joined(mesh, *spec.mesh);
+  } catch (Error& error) {
+    error.add_context(std::string(where) + ": '" + name + "'");
+    throw;
+  }
+  return spec;
 }
 
 }  // namespace
 
 std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std::string>& ignored,
-                                          std::string_view where) {
+                                          bool takes_parts, std::string_view where) {
   const std::vector<nn::ModuleBase*>& modules = unit.modules;
   check_apart(modules, where);
   ParameterPlaces taken;
@@ -139,7 +168,10 @@ std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std
       const std::string full = joined(module->dotted_name(), name);
       check_free(place, full, where);
       const auto [at, added] = known.try_emplace(place->impl(), params.size());
-      if (added) params.push_back({.name = full, .shard = *place, .whole = {}, .places = {}});
+      if (added) {
+        params.push_back({.name = full, .shard = *place, .whole = {}, .places = {}});
+        params.back().across = spec_across(*place, full, *unit.ranks.mesh, takes_parts, where);
+      }
       params[at->second].places.push_back(place);
     }
   }
@@ -171,7 +203,7 @@ void synchronise_parameters(const std::vector<ShardedParam>& params, Mesh& mesh,
     own.push_back(
         tessera::detail::concatenate("'", param.name, "' ", tensor.dtype(), tensor.shape(),
                                      tensor.requires_grad() ? ", which requires grad" : ""));
-    if (!tensor.is_meta()) values.push_back({param.name, tensor});
+    if (!tensor.is_meta()) values.push_back({param.name, raw::alias(tensor)});
   }
   own.push_back(options);
   std::vector<Json> all =

@@ -33,7 +33,7 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
                     .local_sums = options.stage == 1,
                     .reduces_every_backward = options.stage == 2};
   unit->broadcasts_buffers = options.broadcast_buffers;
-  std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, where);
+  std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, false, where);
   check_offload(params, options.offload_policy, where);
   synchronise_parameters(
       params, mesh, options.init_sync, where,

@@ -53,11 +53,13 @@ Mesh::Mesh(Group& world, std::vector<MeshAxis> axes) : world_(&world), axes_(std
   }
 }
 
-Mesh::Mesh(const Mesh& parent, const std::vector<std::string>& axes) : parent_(&parent) {
-  for (const std::string& axis : axes) {
-    axes_.push_back({axis, parent.size(axis)});
-    coordinates_.push_back(parent.coordinate(axis));
-    groups_.push_back(&parent.group(axis));
+Mesh::Mesh(const Mesh& parent, std::vector<MeshProduct> axes)
+    : parent_(&parent), origins_(std::move(axes)) {
+  for (const MeshProduct& axis : origins_) {
+    const std::vector<std::string_view> names(axis.axes.begin(), axis.axes.end());
+    axes_.push_back({axis.name, parent.size(names)});
+    coordinates_.push_back(parent.coordinate(names));
+    groups_.push_back(&parent.group(names));
   }
 }
 
@@ -113,11 +115,16 @@ void Mesh::flatten(Names axes, std::string name) {
   const Positions product = positions(axes);
   TS_CHECK_AS(ConfigError, !name.empty() && !has(name), "Mesh", "flatten: '", name,
               "' is no name for a product of ", describe(), "; give it one that no axis has");
-  TS_CHECK_AS(ConfigError, product.back() - product.front() + 1 == product.size(), "Mesh",
-              "flatten: between the axes of '", name, "' lies another one of ", describe(),
-              "; name that one too, or order the mesh otherwise");
+  check_adjacent(product, name, "flatten");
   group(axes);
   named_products_.emplace(std::move(name), product);
+}
+
+void Mesh::check_adjacent(const Positions& product, std::string_view name,
+                          const char* where) const {
+  TS_CHECK_AS(ConfigError, product.back() - product.front() + 1 == product.size(), "Mesh", where,
+              ": between the axes of '", name, "' lies another one of ", describe(),
+              "; name that one too, or order the mesh otherwise");
 }
 
 int Mesh::size(Names axes) const {
@@ -139,7 +146,14 @@ Group& Mesh::group(Names names) const {
                        [&](size_t i) { return axes_[i].size > 1; });
   if (axes.empty()) return *groups_[asked.front()];
   if (axes.size() == 1) return *groups_[axes.front()];
-  if (parent_ != nullptr) return parent_->group(names_at(axes));
+  if (parent_ != nullptr) {
+    std::vector<std::string_view> theirs;
+    for (const size_t axis : axes) {
+      const std::vector<std::string>& origin = origins_[axis].axes;
+      theirs.insert(theirs.end(), origin.begin(), origin.end());
+    }
+    return parent_->group(theirs);
+  }
   const auto [made, added] = products_.try_emplace(axes, nullptr);
   if (!added) return *made->second;
   try {
@@ -194,8 +208,96 @@ Mesh& Mesh::submesh(Names names) const {
     return product != nullptr ? product->front() : position(axis);
   });
   std::unique_ptr<Mesh>& made = submeshes_[axes];
-  if (!made) made.reset(new Mesh(*this, axes));
+  if (!made) {
+    std::vector<MeshProduct> origins;
+    for (const std::string& axis : axes) origins.push_back({axis, {axis}});
+    made.reset(new Mesh(*this, std::move(origins)));
+  }
   return *made;
+}
+
+Mesh& Mesh::view(const std::vector<MeshProduct>& products) const {
+  TS_CHECK_AS(ConfigError, !products.empty(), "Mesh", "view: needs an axis; got none for ",
+              describe());
+  std::vector<MeshProduct> origins = products;
+  std::string key;
+  size_t next = 0;  // the first axis that may come
+  for (size_t i = 0; i < origins.size(); ++i) {
+    MeshProduct& own = origins[i];
+    if (own.axes.empty()) own.axes = {own.name};
+    for (size_t j = 0; j < i; ++j) {
+      TS_CHECK_AS(ConfigError, origins[j].name != own.name, "Mesh", "view: two axes are named '",
+                  own.name, "'; give each a name of its own");
+    }
+    const std::vector<std::string_view> names(own.axes.begin(), own.axes.end());
+    const Positions product = positions(names);
+    check_adjacent(product, own.name, "view");
+    TS_CHECK_AS(ConfigError, product.front() >= next, "Mesh", "view: '", own.name,
+                "' begins before or within what was named before it; name the axes of ", describe(),
+                " once and in their order");
+    next = product.back() + 1;
+    key += own.name + "=";
+    for (const size_t axis : product) key += axes_[axis].name + ",";
+  }
+  std::unique_ptr<Mesh>& made = views_[key];
+  if (!made) {
+    std::unique_ptr<Mesh> view(new Mesh(*this, std::move(origins)));
+    view->make_products();
+    made = std::move(view);
+  }
+  return *made;
+}
+
+void Mesh::make_products() const {
+  for (size_t chosen = 1; chosen < size_t{1} << axes_.size(); ++chosen) {
+    Positions product;
+    for (size_t i = 0; i < axes_.size(); ++i) {
+      if ((chosen >> i & 1) != 0) product.push_back(i);
+    }
+    group(names_at(product));
+  }
+}
+
+Mesh::Positions Mesh::outermost_positions(const Positions& axes) const {
+  if (parent_ == nullptr) return axes;
+  Positions theirs;
+  for (const size_t axis : axes) {
+    const std::vector<std::string>& origin = origins_[axis].axes;
+    for (const size_t at :
+         parent_->positions(std::vector<std::string_view>(origin.begin(), origin.end()))) {
+      theirs.push_back(at);
+    }
+  }
+  return parent_->outermost_positions(theirs);
+}
+
+Mesh& joined(const Mesh& a, const Mesh& b) {
+  const Mesh& whole = a.outermost();
+  TS_CHECK_AS(ConfigError, &whole == &b.outermost(), "Mesh", "joined: ", a.describe(), " and ",
+              b.describe(), " are no axes of one mesh; take sub-meshes of one");
+  std::vector<std::pair<Mesh::Positions, std::string>> axes;
+  for (const Mesh* const mesh : {&a, &b}) {
+    for (size_t i = 0; i < mesh->axes_.size(); ++i) {
+      axes.emplace_back(mesh->outermost_positions({i}), mesh->axes_[i].name);
+    }
+  }
+  std::ranges::sort(axes);
+  std::vector<MeshProduct> products;
+  size_t next = 0;
+  bool all = axes.size() == whole.axes_.size();
+  for (const auto& [product, name] : axes) {
+    TS_CHECK_AS(ConfigError, product.front() >= next, "Mesh", "joined: ", a.describe(), " and ",
+                b.describe(), " share '", whole.axes_[product.front()].name,
+                "'; take sub-meshes of other axes");
+    next = product.back() + 1;
+    MeshProduct& own = products.emplace_back(MeshProduct{name});
+    for (const size_t axis : product) own.axes.push_back(whole.axes_[axis].name);
+    all = all && own.axes == std::vector<std::string>{name};
+  }
+  if (!all) return whole.view(products);
+  whole.make_products();
+  // As sub-meshes are given out: whoever has one may ask for groups.
+  return const_cast<Mesh&>(whole);
 }
 
 std::string Mesh::own_text() const {

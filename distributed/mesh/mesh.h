@@ -8,6 +8,7 @@
 //     grid["cp"];                                                // and of one
 //     grid.flatten({"dp_replicate", "dp_shard"}, "dp");          // a product that has a name:
 //     grid["dp"];                                                // an axis from now on
+//     grid.view({{"dp_replicate"}, {"fsdp", {"dp_shard", "cp"}}});  // a mesh whose axes are products
 //
 // Code that depends on a number of ranks (loaders, loss scaling, sharding) uses an axis or a
 // product of axes, never the world. Ranks are numbered row by row: the last axis varies fastest.
@@ -15,8 +16,8 @@
 // [Note: collective calls] Groups are made by a collective of the whole mesh: the constructor makes
 // [Note: collective calls] Groups are made by a collective of the whole mesh: the constructor makes
 // those of single axes, group({..}) and flatten() that of a product at its first use (a sub-mesh
-// asks its parent). Every rank of the outermost mesh makes these calls alike, even if its own part
-// of a product needs none. Everything else communicates nothing: a product that was used before,
+// asks its parent), view() those of all its products. Every rank of the outermost mesh makes these
+// calls alike, even if its own part of a product needs none. Everything else communicates nothing: a product that was used before,
 // one that is a single axis (the others having size 1) or the whole world, and submesh(). One
 // thread at a time.
 #pragma once
@@ -38,6 +39,12 @@ struct MeshAxis {
   std::string name;
   int size = -1;  // -1 (of one axis at most): what the others leave
   friend bool operator==(const MeshAxis&, const MeshAxis&) = default;
+};
+
+// An axis of a view: a product of axes. None: the axis of that name.
+struct MeshProduct {
+  std::string name;
+  std::vector<std::string> axes = {};
 };
 
 class Mesh {
@@ -90,6 +97,12 @@ class Mesh {
     return submesh(span_of(axes));
   }
   Mesh& operator[](std::string_view axis) const { return submesh({axis}); }
+  // The mesh of these products, in this one's order, that this rank lies in: a chunk of a chunk is
+  // no chunk of the product (10 rows on 2 x 3), so what is cut over several axes as over one is cut
+  // over an axis of a view. Made once, as submesh(), with the groups of all products of its axes
+  // (collective at the first call). ConfigError as for flatten(), for products that share an axis
+  // or have another order, and for names that come twice.
+  Mesh& view(const std::vector<MeshProduct>& products) const;
 
   // Expires with the mesh: for who keeps its address.
   std::weak_ptr<const void> lifetime() const { return lifetime_; }
@@ -100,7 +113,12 @@ class Mesh {
  private:
   using Positions = std::vector<size_t>;  // of axes, ascending
 
-  Mesh(const Mesh& parent, const std::vector<std::string>& axes);
+  friend Mesh& joined(const Mesh& a, const Mesh& b);
+  Mesh(const Mesh& parent, std::vector<MeshProduct> axes);
+  const Mesh& outermost() const { return parent_ == nullptr ? *this : parent_->outermost(); }
+  Positions outermost_positions(const Positions& axes) const;
+  void check_adjacent(const Positions& product, std::string_view name, const char* where) const;
+  void make_products() const;  // collective: the groups of all products of the axes
   static Names span_of(std::initializer_list<std::string_view> names) {
     return {names.begin(), names.size()};
   }
@@ -115,13 +133,20 @@ class Mesh {
   const Mesh* parent_ = nullptr;  // of a sub-mesh
   Group* world_ = nullptr;        // of the outermost mesh
   std::vector<MeshAxis> axes_;
+  std::vector<MeshProduct> origins_;  // of the axes of a sub-mesh, in the parent
   std::vector<int> coordinates_;
   std::vector<Group*> groups_;
   mutable std::vector<std::shared_ptr<Group>> owned_;  // groups that were split off
   mutable std::map<Positions, Group*> products_;
   std::map<std::string, Positions, std::less<>> named_products_;
   mutable std::map<std::vector<std::string>, std::unique_ptr<Mesh>> submeshes_;
+  mutable std::map<std::string, std::unique_ptr<Mesh>> views_;
 };
+
+// The mesh of the axes of both, which are sub-meshes or views of one mesh and share no axis of it,
+// in its order: where they are all its axes that mesh itself, else a view. Collective as view().
+// ConfigError for others.
+Mesh& joined(const Mesh& a, const Mesh& b);
 
 // The mesh of the current context; at first one axis "dp" over world(). Collective when it is made.
 Mesh& mesh();

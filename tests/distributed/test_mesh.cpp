@@ -181,6 +181,91 @@ TEST(Mesh, AProductThatHasANameIsAnAxis) {
   });
 }
 
+TEST(Mesh, AViewHasProductsForAxesAndItsGroupsAtOnce) {
+  compared_ranks(8, [](int rank) {
+    Mesh mesh(world(), {{"dp_shard", 2}, {"cp", 2}, {"tp", 2}});
+    Mesh& view = mesh.view({{"fsdp", {"dp_shard", "cp"}}, {"tp"}});
+    const CommTrace::Scope scope(world().trace());
+    EXPECT_EQ(view.describe(), "mesh(fsdp=4, tp=2) of mesh(dp_shard=2, cp=2, tp=2)");
+    EXPECT_EQ(&view.group("fsdp"), &mesh.group({"dp_shard", "cp"}));
+    EXPECT_EQ(&view.group("tp"), &mesh.group("tp"));
+    EXPECT_EQ(&view.group(), &world());
+    EXPECT_EQ(view.coordinate("fsdp"), rank / 2);
+    EXPECT_EQ(view.coordinate(), rank);
+    EXPECT_EQ(&mesh.view({{"fsdp", {"cp", "dp_shard"}}, {"tp", {"tp"}}}), &view) << "made once";
+    EXPECT_EQ(&view["fsdp"].group(), &view.group("fsdp"));
+    // A view of a view, and a sub-mesh of one.
+    Mesh& line = view.view({{"all", {"fsdp", "tp"}}});
+    EXPECT_EQ(line.describe(), "mesh(all=8) of " + view.describe());
+    EXPECT_EQ(&line.group("all"), &world());
+    EXPECT_EQ(&joined(view["tp"], mesh["cp"]).group(), &mesh.group({"cp", "tp"}));
+    EXPECT_GT(scope.records().size(), 0u) << "of the last one";
+  });
+}
+
+TEST(Mesh, GroupsOfAViewAreMadeWithIt) {
+  compared_ranks(8, [](int) {
+    Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 2}, {"tp", 2}});
+    const auto calls = [&](auto&& body) {
+      const CommTrace::Scope scope(world().trace());
+      body();
+      return scope.records().size();
+    };
+    Mesh* view = nullptr;
+    EXPECT_GT(calls([&] {
+                view = &mesh.view({{"r", {"dp_replicate"}}, {"dp_shard"}, {"tp"}});
+              }),
+              0u);
+    EXPECT_EQ(
+        calls([&] {
+          for (const Names& names : {Names{"r", "tp"}, {"dp_shard", "tp"}, {"r", "dp_shard"}}) {
+            view->group(names);
+          }
+          view->group();
+        }),
+        0u);
+  });
+}
+
+TEST(Mesh, MeshesAreJoinedInTheOrderOfTheOneThatHoldsBoth) {
+  compared_ranks(8, [](int) {
+    Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 2}, {"tp", 2}});
+    Mesh& data = mesh.submesh({"dp_replicate", "dp_shard"});
+    EXPECT_EQ(&joined(mesh["tp"], data), &mesh) << "all its axes";
+    EXPECT_EQ(&joined(mesh["tp"], mesh["dp_shard"]), &joined(data["dp_shard"], mesh["tp"]));
+    EXPECT_EQ(joined(mesh["tp"], mesh["dp_shard"]).describe(),
+              "mesh(dp_shard=2, tp=2) of mesh(dp_replicate=2, dp_shard=2, tp=2)");
+    EXPECT_EQ(message_of<ConfigError>([&] { joined(data, mesh["dp_shard"]); }),
+              "Mesh: joined: " + data.describe() + " and " + mesh["dp_shard"].describe() +
+                  " share 'dp_shard'; take sub-meshes of other axes");
+    Mesh other(world(), {{"dp", 8}});
+    EXPECT_EQ(message_of<ConfigError>([&] { joined(data, other); }),
+              "Mesh: joined: " + data.describe() +
+                  " and mesh(dp=8) are no axes of one mesh; take sub-meshes of one");
+  });
+}
+
+TEST(Mesh, ViewsThatAreNoMeshOfTheSameRanksAreConfigErrors) {
+  compared_ranks(8, [](int) {
+    Mesh mesh(world(), {{"dp", 2}, {"cp", 2}, {"tp", 2}});
+    EXPECT_THROW(mesh.view({}), ConfigError);
+    EXPECT_EQ(
+        message_of<ConfigError>([&] {
+          mesh.view({{"x", {"dp", "tp"}}});
+        }),
+        "Mesh: view: between the axes of 'x' lies another one of mesh(dp=2, cp=2, tp=2); name "
+        "that one too, or order the mesh otherwise");
+    EXPECT_EQ(message_of<ConfigError>([&] {
+                mesh.view({{"tp"}, {"dp"}});
+              }),
+              "Mesh: view: 'dp' begins before or within what was named before it; name the axes of "
+              "mesh(dp=2, cp=2, tp=2) once and in their order");
+    EXPECT_THROW(mesh.view({{"x", {"dp", "cp"}}, {"y", {"cp", "tp"}}}), ConfigError);
+    EXPECT_THROW(mesh.view({{"x", {"dp"}}, {"x", {"tp"}}}), ConfigError);
+    EXPECT_THROW(mesh.view({{"fsdp"}, {"tp"}}), ConfigError);
+  });
+}
+
 TEST(Mesh, ProductsThatNoAxisCanBeAreConfigErrors) {
   compared_ranks(8, [](int) {
     Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 2}, {"cp", 2}});
