@@ -24,8 +24,10 @@ int dim_to_cut(const ShardedParam& param, int ranks) {
   return 0;
 }
 
-void place_shards(std::vector<ShardedParam>& params, const ShardPlacement& placement, int ranks) {
+void place_shards(std::vector<ShardedParam>& params, const ShardPlacement& placement,
+                  int unit_ranks) {
   for (ShardedParam& param : params) {
+    const int ranks = param.mesh != nullptr ? param.mesh->axes().back().size : unit_ranks;
     std::optional<Shard> wanted;
     if (placement) wanted = placement(param.name, param.shard);
     if (!wanted) {
@@ -104,7 +106,6 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
           ", average ", words_of(options.average), ", init_sync ", options.init_sync,
           ", broadcast_buffers ", options.broadcast_buffers, ", offload ",
           words_of(options.offload_policy)));
-  const std::shared_ptr<Group> near = neighbours(*unit->ranks.shards, reshard.ranks());
   place_shards(params, options.shard_placement, unit->ranks.shards->size());
   for (std::vector<ShardedParam>& list : by_dtype(std::move(params))) {
     const DType own = list.front().shard.dtype();
@@ -113,14 +114,18 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
       dtypes.param_dtype = policy.param_dtype;
       dtypes.reduce_dtype = policy.reduce_dtype ? policy.reduce_dtype : policy.param_dtype;
     }
+    const ShardRanks ranks =
+        list.front().mesh != nullptr ? shard_ranks(*list.front().mesh, where) : unit->ranks;
     const bool casts =
         dtypes.param_dtype.value_or(own) != own || dtypes.reduce_dtype.value_or(own) != own;
-    if (mesh.group().size() == 1 && !casts && options.offload_policy == OffloadPolicy::kNone) {
-      unit->parts.push_back(std::make_unique<FlatShards>(unit->title(), unit->ranks,
-                                                         std::move(list), dtypes, true, false));
+    if (ranks.mesh->group().size() == 1 && !casts &&
+        options.offload_policy == OffloadPolicy::kNone) {
+      unit->parts.push_back(
+          std::make_unique<FlatShards>(unit->title(), ranks, std::move(list), dtypes, true, false));
     } else {
-      unit->parts.push_back(std::make_unique<RowShards>(unit->title(), unit->ranks, std::move(list),
-                                                        dtypes, near, options.offload_policy));
+      unit->parts.push_back(std::make_unique<RowShards>(
+          unit->title(), ranks, std::move(list), dtypes, neighbours(*ranks.shards, reshard.ranks()),
+          options.offload_policy));
     }
   }
   install_unit(unit);

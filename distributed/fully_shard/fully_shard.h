@@ -23,6 +23,9 @@
 // In a call it is what it was before: this rank's part along the other axes, plain. The sharded
 // dimension is the first that those axes leave whole and that divides, else a StridedShard of
 // dimension 0.
+// If its gradient is declared a summand along those axes (set_grad_placements: the weight of a norm
+// whose ranks along tp have tokens of their own), it is sharded along them too, as along one axis
+// with the data's: one reduce-scatter adds both up.
 //
 // Names and behavior are those of PyTorch's FSDP2 (torch.distributed.fsdp.fully_shard);
 // docs/sharding.md lists the differences.

@@ -115,6 +115,32 @@ void check_free(const Tensor* place, const std::string& name, std::string_view w
               "unit: shard the module that holds both, and not the one inside of it");
 }
 
+// Of a parameter that is a copy along other axes and whose gradient is a summand there: it is cut
+// along these, too, and no copy any more.
+void take_summed_axes(ShardedParam& param, const Mesh& mesh, std::string_view where) {
+  const Placements* stated = grad_placements_of(param.shard);
+  if (stated == nullptr) return;
+  const DTensorSpec spec = *param.across;
+  std::vector<std::string_view> summed, others;
+  Placements kept;
+  for (size_t i = 0; i < stated->size(); ++i) {
+    const std::string& axis = spec.mesh->axes()[i].name;
+    if (!is_partial((*stated)[i])) {
+      others.push_back(axis);
+      kept.push_back(spec.placements[i]);
+      continue;
+    }
+    TS_CHECK_AS(UnsupportedError, (*stated)[i] == Placement(Partial()), where,
+                "adds gradients up; ", "that of '", param.name, "' is stated to be ",
+                describe(*stated), "; state Partial() along '", axis, "'");
+    summed.push_back(axis);
+  }
+  if (summed.empty()) return;
+  param.mesh = &widened(mesh, spec.mesh->submesh(summed));
+  param.across.reset();
+  if (!others.empty()) param.across = DTensorSpec{&spec.mesh->submesh(others), kept, spec.shape};
+}
+
 // How a parameter lies that is a part along other axes; none of a whole one.
 std::optional<DTensorSpec> spec_across(const Tensor& tensor, const std::string& name,
                                        const Mesh& mesh, bool takes_parts, std::string_view where) {
@@ -171,6 +197,7 @@ std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std
       if (added) {
         params.push_back({.name = full, .shard = *place, .whole = {}, .places = {}});
         params.back().across = spec_across(*place, full, *unit.ranks.mesh, takes_parts, where);
+        if (params.back().across) take_summed_axes(params.back(), *unit.ranks.mesh, where);
       }
       params[at->second].places.push_back(place);
     }
@@ -248,7 +275,7 @@ std::vector<std::vector<ShardedParam>> by_dtype(std::vector<ShardedParam> params
   for (ShardedParam& param : params) {
     auto list = std::ranges::find_if(lists, [&](const auto& one) {
       return one[0].shard.dtype() == param.shard.dtype() &&
-             one[0].shard.device() == param.shard.device();
+             one[0].shard.device() == param.shard.device() && one[0].mesh == param.mesh;
     });
     if (list == lists.end()) list = lists.insert(lists.end(), std::vector<ShardedParam>());
     list->push_back(std::move(param));

@@ -39,7 +39,7 @@ void check_offload(const std::vector<ShardedParam>& params, OffloadPolicy policy
 // The axes of a mesh that has one or two.
 ShardRanks shard_ranks(Mesh& mesh, std::string_view where);
 
-// Grouped by dtype and device, in the order of the first members.
+// Grouped by dtype, device and ranks, in the order of the first members.
 std::vector<std::vector<ShardedParam>> by_dtype(std::vector<ShardedParam> params);
 
 // The result represents a call of a unit's module until it is destroyed. `last`: whether the module

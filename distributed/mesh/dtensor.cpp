@@ -87,6 +87,7 @@ struct DTensorPlacement final : TensorPlacement {
     return part_of_whole(whole, spec);
   }
   const DTensorSpec spec;
+  std::optional<Placements> stated_gradient = {};  // set_grad_placements()
 };
 
 const DTensorPlacement* lies_as(const Tensor& tensor) {
@@ -205,8 +206,25 @@ void check_gradient_of_copies(const Tensor& dtensor, const DTensorSpec& spec) {
 }  // namespace
 
 Tensor to_local(const Tensor& dtensor, const ToLocalOptions& options) {
-  if (!options.grad_placements) check_gradient_of_copies(dtensor, spec_of(dtensor));
+  if (!options.grad_placements) {
+    if (const Placements* stated = grad_placements_of(dtensor)) {
+      return plain(dtensor, spec_of(dtensor), {.grad_placements = *stated}, "to_local");
+    }
+    check_gradient_of_copies(dtensor, spec_of(dtensor));
+  }
   return plain(dtensor, spec_of(dtensor), options, "to_local");
+}
+
+void set_grad_placements(const Tensor& dtensor, const Placements& placements) {
+  const DTensorSpec& spec = spec_of(dtensor);
+  Placements stated =
+      stated_gradient(spec, {.grad_placements = placements}, "set_grad_placements").placements;
+  static_cast<DTensorPlacement&>(*dtensor.impl()->guard).stated_gradient = std::move(stated);
+}
+
+const Placements* grad_placements_of(const Tensor& dtensor) {
+  const DTensorPlacement* own = lies_as(dtensor);
+  return own != nullptr && own->stated_gradient ? &*own->stated_gradient : nullptr;
 }
 
 Tensor full_tensor(const Tensor& dtensor, const ToLocalOptions& options) {

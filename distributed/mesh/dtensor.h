@@ -76,6 +76,14 @@ struct ToLocalOptions {
 // gradient is declared Partial.
 Tensor to_local(const Tensor& dtensor, const ToLocalOptions& options = {});
 
+// Declares once the placements of the gradient of what is taken out of a DTensor, for to_local()
+// without grad_placements and for fully_shard(), which adds up what is Partial() along with the
+// gradients of its own ranks. ConfigError for placements that to_local() does not take. Holds for
+// this tensor, not for tensors made of it.
+void set_grad_placements(const Tensor& dtensor, const Placements& placements);
+// nullptr if nothing is declared, and for a plain tensor.
+const Placements* grad_placements_of(const Tensor& dtensor);
+
 // The whole tensor on every rank, plain; differentiable. With a gradient declared Partial a sharded
 // tensor's gradient comes by reduce_scatter. Collective, and so is its backward if the table of
 // redistribute.h says so.

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/core/tensor/whole_exchange.h>
 #include <tessera/distributed/mesh/placement.h>

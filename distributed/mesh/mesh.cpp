@@ -300,6 +300,26 @@ Mesh& joined(const Mesh& a, const Mesh& b) {
   return const_cast<Mesh&>(whole);
 }
 
+Mesh& widened(const Mesh& mesh, const Mesh& more) {
+  const Mesh& whole = mesh.outermost();
+  TS_CHECK_AS(ConfigError, &whole == &more.outermost(), "Mesh", "widened: ", mesh.describe(),
+              " and ", more.describe(), " are no axes of one mesh; take sub-meshes of one");
+  std::vector<MeshProduct> products;
+  for (size_t i = 0; i < mesh.axes_.size(); ++i) {
+    MeshProduct& own = products.emplace_back(MeshProduct{mesh.axes_[i].name});
+    for (const size_t axis : mesh.outermost_positions({i})) {
+      own.axes.push_back(whole.axes_[axis].name);
+    }
+  }
+  for (size_t i = 0; i < more.axes_.size(); ++i) {
+    products.back().name += "_" + more.axes_[i].name;
+    for (const size_t axis : more.outermost_positions({i})) {
+      products.back().axes.push_back(whole.axes_[axis].name);
+    }
+  }
+  return whole.view(products);
+}
+
 std::string Mesh::own_text() const {
   std::string text = "mesh(";
   for (const MeshAxis& axis : axes_) {

@@ -114,6 +114,7 @@ class Mesh {
   using Positions = std::vector<size_t>;  // of axes, ascending
 
   friend Mesh& joined(const Mesh& a, const Mesh& b);
+  friend Mesh& widened(const Mesh& mesh, const Mesh& more);
   Mesh(const Mesh& parent, std::vector<MeshProduct> axes);
   const Mesh& outermost() const { return parent_ == nullptr ? *this : parent_->outermost(); }
   Positions outermost_positions(const Positions& axes) const;
@@ -147,6 +148,9 @@ class Mesh {
 // in its order: where they are all its axes that mesh itself, else a view. Collective as view().
 // ConfigError for others.
 Mesh& joined(const Mesh& a, const Mesh& b);
+// The first with the product of its last axis and all of the other's in the last one's place,
+// "dp_shard_tp": a view, so made once and collective as that. ConfigError where that is no axis.
+Mesh& widened(const Mesh& mesh, const Mesh& more);
 
 // The mesh of the current context; at first one axis "dp" over world(). Collective when it is made.
 Mesh& mesh();

@@ -6,6 +6,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/plain_text.h>
+#include <tessera/core/tensor/placement.h>
 
 namespace tessera::distributed {
 namespace {

@@ -28,9 +28,12 @@
 #include <vector>
 
 #include <tessera/core/shape.h>
-#include <tessera/core/tensor/placement.h>
 #include <tessera/distributed/mesh/box.h>
 #include <tessera/distributed/mesh/mesh.h>
+
+namespace tessera {
+struct PartBox;  // core/tensor/placement.h
+}
 
 namespace tessera::distributed {
 

@@ -243,6 +243,72 @@ TEST(FullyShardParts, ANormIsReducedOnceForEachSetOfAxesThatCut) {
   });
 }
 
+// The weight of a norm, whose ranks along tp have tokens of their own.
+struct Scale : nn::Module<Scale> {
+  explicit Scale(const Tensor& own, const Tensor& other)
+      : weight(parameter("weight", own)), cut(parameter("cut", other)) {}
+  Tensor forward(const Tensor& x) { return sum(weight * x) + sum(cut * x); }
+  const Tensor &weight, &cut;
+};
+
+TEST(FullyShardParts, OfACopyWhoseGradientIsASummandAllRanksAddItUpAtOnce) {
+  for (const bool tp_first : {false, true}) {
+    compared_ranks(6, [&](int) {
+      std::vector<MeshAxis> axes = {{"dp", 2}, {"tp", 3}};
+      if (tp_first) std::swap(axes[0], axes[1]);
+      Mesh mesh(world(), axes);
+      Mesh& tp = mesh["tp"];
+      Scale model(distribute_tensor(numbered({7, 2}), tp, {Replicate()}),
+                  distribute_tensor(numbered({6, 2}), tp, {Shard(0)}));
+      set_grad_placements(model.weight, {Partial()});
+      EXPECT_EQ(*grad_placements_of(model.weight), Placements{Partial()});
+      fully_shard(model, mesh["dp"], {.average = GradientAverage::kNone});
+      EXPECT_EQ(mesh_of(model.weight).axes(), (std::vector<MeshAxis>{{"dp_tp", 6}}));
+      EXPECT_EQ(placements_of(model.weight), Placements{Shard(0)});
+      EXPECT_EQ(grad_placements_of(model.weight), nullptr);
+      EXPECT_EQ(&mesh_of(model.cut), &mesh);
+      const int dp = mesh.coordinate("dp"), t = mesh.coordinate("tp");
+      const auto sums = [](const CommTrace::Scope& scope) {
+        int calls = 0;
+        for (const CommRecord& record : scope.records()) {
+          calls +=
+              record.channel == Channel::kGradient && record.operation == Operation::kReduceScatter;
+        }
+        return calls;
+      };
+      for (int step = 1; step <= 2; ++step) {  // the second goes on with the sum
+        const Tensor loss = model(scalar_tensor(1 + dp + 10 * t, kF32));
+        const CommTrace::Scope scope(*rank_context().trace);
+        loss.backward();
+        EXPECT_EQ(sums(scope), 2) << "one over all, one along dp";
+        // Of all ranks 1 + dp + 10 t; of a chunk along tp its own alone.
+        expect_equal(full_tensor(model.weight.grad()), full({7, 2}, step * 69.0), "weight");
+        expect_equal(to_local(model.cut.grad()),
+                     full(model.cut.grad().shape(), step * (3.0 + 20 * t)), "cut");
+      }
+      const double norm = optim::clip_grad_norm(model.parameters(), 1e9).to_vector()[0];
+      double squares = 14 * 138.0 * 138;
+      for (int c = 0; c < 3; ++c) squares += 4 * std::pow(6.0 + 40 * c, 2);
+      EXPECT_FLOAT_EQ(norm, std::sqrt(squares));
+    });
+  }
+}
+
+TEST(FullyShardParts, AStatedGradientIsThatOfTheLocalPart) {
+  compared_ranks(2, [](int rank) {
+    Mesh mesh(world());
+    const Tensor copy = distribute_tensor(numbered({3}), mesh, {Replicate()}).set_requires_grad();
+    set_grad_placements(copy, {Partial()});
+    sum(to_local(copy) * Scalar(rank + 1.0)).backward();
+    expect_equal(to_local(copy.grad()), full({3}, 3.0), "summed");
+    EXPECT_THROW(set_grad_placements(copy, {Shard(0)}), ConfigError);
+    EXPECT_EQ(grad_placements_of(copy.detach()), nullptr);
+    EXPECT_EQ(grad_placements_of(ones({3})), nullptr);
+    const Tensor shard = distribute_tensor(numbered({4}), mesh, {Shard(0)});
+    EXPECT_THROW(set_grad_placements(shard, {Partial()}), ConfigError);
+  });
+}
+
 class SavedParts : public ::testing::Test {
  protected:
   std::string path(const std::string& name) const { return folder_.path(name); }
