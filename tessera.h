@@ -86,7 +86,9 @@
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/mesh/parallel_dims.h>
+#include <tessera/distributed/pipeline/executor.h>
 #include <tessera/distributed/pipeline/schedule.h>
+#include <tessera/distributed/pipeline/schedule_picture.h>
 #include <tessera/distributed/sync_batch_norm.h>
 #include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/transport/collectives.h>

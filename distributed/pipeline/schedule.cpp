@@ -25,8 +25,8 @@ Schedule empty_schedule(int ranks, int stages_per_rank, int micro_batches) {
   TS_CHECK(ranks >= 1 && stages_per_rank >= 1 && micro_batches >= 1, kSchedule,
            "ranks, stages on a rank and micro-batches are at least 1; got ", ranks, ", ",
            stages_per_rank, " and ", micro_batches);
-  TS_CHECK(ranks <= kMost / stages_per_rank, kSchedule, "has at most ", kMost,
-           " stages; got ", ranks, " ranks with ", stages_per_rank, " each");
+  TS_CHECK(ranks <= kMost / stages_per_rank, kSchedule, "has at most ", kMost, " stages; got ",
+           ranks, " ranks with ", stages_per_rank, " each");
   return {.stages = ranks * stages_per_rank,
           .micro_batches = micro_batches,
           .rows = std::vector<std::vector<Action>>(static_cast<size_t>(ranks))};
@@ -107,11 +107,11 @@ class Checker {
         return next(own.weight);
       case Act::kSend:
         need(stage != (action.backwards ? 0 : last_), "goes to no stage");
-        need((action.backwards ? own.gradient : own.forward) > micro,
-             "comes before what it sends");
+        need((action.backwards ? own.gradient : own.forward) > micro, "comes before what it sends");
         return next(own.sent[way]);
       case Act::kReceive:
         need(stage != (action.backwards ? last_ : 0), "comes from no stage");
+        need(!action.backwards || own.forward > micro, "comes before what it is the gradient of");
         return next(own.received[way]);
       case Act::kGather:
         return once(own.gathered);
@@ -166,7 +166,8 @@ class Checker {
       }
       const int step = backwards ? -1 : 1;
       const int receiver = action.stage + (as_sent ? step : 0);
-      if (schedule_.rank_of(as_sent ? receiver : receiver - step) != (as_sent ? to : from)) continue;
+      if (schedule_.rank_of(as_sent ? receiver : receiver - step) != (as_sent ? to : from))
+        continue;
       found.push_back({.act = Act::kReceive,
                        .backwards = backwards,
                        .stage = static_cast<int16_t>(receiver),
@@ -209,8 +210,8 @@ class Simulator {
         sends_(schedule.lowered() && schedule.ranks() > 1),
         ranks_(schedule.rows.size()),
         gathered_(static_cast<size_t>(schedule.stages)) {
-    const auto pairs = static_cast<size_t>(schedule.stages) *
-                       static_cast<size_t>(schedule.micro_batches);
+    const auto pairs =
+        static_cast<size_t>(schedule.stages) * static_cast<size_t>(schedule.micro_batches);
     for (auto& times : arrivals_) times.resize(pairs);
     for (const auto& row : schedule.rows) timing_.spans.emplace_back(row.size());
   }
@@ -265,9 +266,9 @@ class Simulator {
   const Action& action(size_t rank, size_t index) const { return schedule_.rows[rank][index]; }
   bool at_end(size_t rank) const { return ranks_[rank].next == schedule_.rows[rank].size(); }
   std::optional<double>& arrival(int stage, int micro, bool backwards) {
-    return arrivals_[backwards ? 1 : 0][static_cast<size_t>(stage) *
-                                            static_cast<size_t>(schedule_.micro_batches) +
-                                        static_cast<size_t>(micro)];
+    return arrivals_[backwards ? 1 : 0]
+                    [static_cast<size_t>(stage) * static_cast<size_t>(schedule_.micro_batches) +
+                     static_cast<size_t>(micro)];
   }
 
   // All up to the next calculation.
@@ -299,8 +300,8 @@ class Simulator {
     const Action& now = action(rank, ranks_[rank].next);
     double start = std::max(ranks_[rank].clock, gathered_[static_cast<size_t>(now.stage)]);
     const bool backwards = now.act != Act::kForward;
-    const bool takes = now.act != Act::kWeightGradient &&
-                       now.stage != (backwards ? schedule_.stages - 1 : 0);
+    const bool takes =
+        now.act != Act::kWeightGradient && now.stage != (backwards ? schedule_.stages - 1 : 0);
     if (takes) {
       const std::optional<double>& when = arrival(now.stage, now.micro, backwards);
       if (!when) return std::nullopt;
@@ -344,8 +345,8 @@ class Simulator {
         received.stage != sent.stage + (sent.backwards ? -1 : 1)) {
       return std::nullopt;
     }
-    return std::max({send->at, receive->at, ranks_[rank].queues[way].free,
-                     ranks_[to].queues[way].free});
+    return std::max(
+        {send->at, receive->at, ranks_[rank].queues[way].free, ranks_[to].queues[way].free});
   }
 
   void do_message(size_t rank, size_t way, double start) {
@@ -403,20 +404,23 @@ class Simulator {
   const Costs& costs_;
   const bool sends_;
   std::vector<Rank> ranks_;
-  std::vector<double> gathered_;                         // of each stage, when
+  std::vector<double> gathered_;                                // of each stage, when
   std::array<std::vector<std::optional<double>>, 2> arrivals_;  // of outputs, of gradients
   Timing timing_;
 };
 
 // ---- Lowering -----------------------------------------------------------------------------------
 
-// Moves the last action of a row before up to `ahead` calculations, and no message of its queue.
+// Moves the last action of a row before up to `ahead` calculations, and no message of its queue. A
+// gradient has the shape of its output and stays behind that.
 void move_ahead(std::vector<Action>& row, int ahead) {
   const Action moved = row.back();
   size_t to = row.size() - 1;
   for (size_t index = to; index > 0 && ahead > 0; --index) {
     const Action& before = row[index - 1];
     if (before.computes()) {
+      const bool own = before.stage == moved.stage && before.micro == moved.micro;
+      if (moved.backwards && before.act == Act::kForward && own) break;
       to = index - 1;
       --ahead;
     } else if (before.is_message() == moved.is_message() && before.backwards == moved.backwards) {
@@ -429,9 +433,15 @@ void move_ahead(std::vector<Action>& row, int ahead) {
 }  // namespace
 
 std::string_view name_of(Act act) {
-  static constexpr std::string_view kNames[] = {
-      "forward", "backward", "gradient of the input", "gradient of the weights", "send",
-      "receive", "gather",   "release",               "reduce"};
+  static constexpr std::string_view kNames[] = {"forward",
+                                                "backward",
+                                                "gradient of the input",
+                                                "gradient of the weights",
+                                                "send",
+                                                "receive",
+                                                "gather",
+                                                "release",
+                                                "reduce"};
   const auto at = static_cast<size_t>(act);
   return at < std::size(kNames) ? kNames[at] : "(no action)";
 }
@@ -468,7 +478,8 @@ Schedule gpipe(int ranks, int micro_batches) {
   for (int rank = 0; rank < ranks; ++rank) {
     auto& row = schedule.rows[static_cast<size_t>(rank)];
     for (const Act act : {Act::kForward, Act::kBackward}) {
-      for (int micro = 0; micro < micro_batches; ++micro) row.push_back(action_of(act, rank, micro));
+      for (int micro = 0; micro < micro_batches; ++micro)
+        row.push_back(action_of(act, rank, micro));
     }
   }
   return schedule;
@@ -529,14 +540,12 @@ Schedule zero_bubble_h1(int ranks, int micro_batches) {
 }
 
 Schedule make_schedule(PipelineSchedule kind, int ranks, int stages_per_rank, int micro_batches) {
-  TS_CHECK(kind == PipelineSchedule::kInterleaved || stages_per_rank == 1, kSchedule,
-           "only interleaved_1f1b has several stages on a rank; got ", stages_per_rank);
+  TS_CHECK(kind == PipelineSchedule::kOneFOneB || stages_per_rank == 1, kSchedule,
+           "only 1f1b has several stages on a rank; got ", stages_per_rank);
   switch (kind) {
     case PipelineSchedule::kGPipe:
       return lower(gpipe(ranks, micro_batches));
     case PipelineSchedule::kOneFOneB:
-      return lower(one_f_one_b(ranks, micro_batches));
-    case PipelineSchedule::kInterleaved:
       return lower(interleaved_1f1b(ranks, stages_per_rank, micro_batches));
     case PipelineSchedule::kZeroBubbleH1:
       return lower(zero_bubble_h1(ranks, micro_batches));
@@ -591,16 +600,16 @@ Schedule lower(const Schedule& computes, const LoweringOptions& options) {
       const bool weights = action.act == Act::kBackward || action.act == Act::kWeightGradient;
       if (!weights || action.micro + 1 < computes.micro_batches) continue;
       for (const Act act : {Act::kRelease, Act::kReduce}) {
-        placed[static_cast<size_t>(rank)].push_back({span.end, ranks, action_of(act, action.stage, -1)});
+        placed[static_cast<size_t>(rank)].push_back(
+            {span.end, ranks, action_of(act, action.stage, -1)});
       }
     }
   }
 
   Schedule lowered{.stages = computes.stages, .micro_batches = computes.micro_batches, .rows = {}};
   for (auto& events : placed) {
-    std::ranges::stable_sort(events, {}, [](const Placed& event) {
-      return std::pair(event.time, event.sender);
-    });
+    std::ranges::stable_sort(
+        events, {}, [](const Placed& event) { return std::pair(event.time, event.sender); });
     std::vector<Action>& row = lowered.rows.emplace_back();
     for (const Placed& event : events) {
       const Action& action = event.action;

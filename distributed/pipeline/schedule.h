@@ -1,8 +1,8 @@
 // Pipeline schedules as data: what each rank does in one step, in its order, without tensors.
 //
-//     const Schedule schedule = lower(one_f_one_b(4, 8));   // ranks, micro-batches
-//     const Timing timing = simulate(schedule);             // ScheduleError where it cannot be
-//     timing.bubble;                                        // 3 / 11
+//     const Schedule schedule = lower(one_f_one_b(4, 8));  // ranks, micro-batches
+//     const Timing timing = simulate(schedule);            // ScheduleError where it cannot be
+//     timing.bubble;                                       // 3 / 11
 //
 // Stage s is on rank s % ranks. A generator gives what is calculated; lower() adds what ranks send
 // each other and when parameters are gathered and gradients reduced. Any table that simulate()
@@ -86,8 +86,12 @@ Schedule interleaved_1f1b(int ranks, int stages_per_rank, int micro_batches);
 // activations as 1F1B's first rank has (Qi et al., Zero Bubble Pipeline Parallelism, ZB-H1).
 Schedule zero_bubble_h1(int ranks, int micro_batches);
 
-enum class PipelineSchedule : uint8_t { kGPipe, kOneFOneB, kInterleaved, kZeroBubbleH1 };
-// One of them, lowered. ValueError where several stages on a rank are not what it has.
+enum class PipelineSchedule : uint8_t {
+  kGPipe,
+  kOneFOneB,  // interleaved where a rank has several stages
+  kZeroBubbleH1,
+};
+// One of them, lowered. ValueError for several stages on a rank where only 1F1B has them.
 Schedule make_schedule(PipelineSchedule kind, int ranks, int stages_per_rank, int micro_batches);
 
 // ---- Time

@@ -59,6 +59,7 @@ extern Accuracy metric;
 // Of headers' examples.
 using namespace std::chrono_literals;
 extern distributed::Group& group;
+extern distributed::PipelineStage& stage;
 extern nn::Linear dense, lm_head;
 extern Tensor gradient, weight, residual, scale, predictions, losses, host;
 extern TensorList tensors;

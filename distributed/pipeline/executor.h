@@ -1,0 +1,100 @@
+// Runs a pipeline schedule on ranks: each walks its row of the table.
+//
+//     const auto outputs = world().split(0), gradients = world().split(0);  // a queue each
+//     PipelineExecutor pipeline(make_schedule(PipelineSchedule::kOneFOneB, 4, 1, 8), {&stage},
+//                               {*outputs, *gradients});
+//     const std::vector<Tensor> losses = pipeline.step();  // of the rank with the last stage
+//
+// The gradients of parameters are those of one process that runs the micro-batches one after the
+// other, to the bit: each backward adds one micro-batch's sum, in ascending order.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <tessera/core/tensor/tensor.h>
+#include <tessera/distributed/pipeline/schedule.h>
+#include <tessera/distributed/transport/group.h>
+
+namespace tessera::distributed {
+
+// A stage of a model, as its rank has it.
+class PipelineStage {
+ public:
+  virtual ~PipelineStage() = default;
+  // `inputs`: what the stage before returned, as leaves; nothing for the first stage. Returns what
+  // the next stage takes, 1 to 8 tensors of at most 8 dimensions, alike for all micro-batches; the
+  // last stage one scalar, the loss. Gradients come back of those that require them.
+  virtual std::vector<Tensor> forward(int micro, std::span<const Tensor> inputs) = 0;
+  // Of its parameters, where ranks hold parts of them, and of their gradients.
+  virtual void gather() {}
+  virtual void release() {}
+  virtual void reduce() {}
+};
+
+// Two groups of the ranks of a pipeline, by their order in the table: messages of each are one
+// queue.
+struct PipelineGroups {
+  Group& outputs;
+  Group& gradients;
+};
+
+class PipelineExecutor {
+ public:
+  // `stages`: this rank's, rank, rank + ranks, ... They and the groups outlive the executor. Throws
+  // ScheduleError; ValueError for a table without messages, stages or groups that do not fit it;
+  // UnsupportedError for backwards in two halves.
+  PipelineExecutor(Schedule schedule, std::vector<PipelineStage*> stages, PipelineGroups groups);
+
+  // One step. The losses of all micro-batches, on the rank of the last stage; elsewhere none.
+  // ShapeError and DTypeError where outputs are not as those of the first micro-batch.
+  std::vector<Tensor> step();
+  // What the last step did, in its order: the row of the table, where it came to its end.
+  const std::vector<Action>& trace() const { return trace_; }
+
+ private:
+  using Key = std::pair<int, int>;  // stage, micro-batch
+  struct Live {
+    std::vector<Tensor> inputs, outputs;
+  };
+  struct Arriving {
+    std::vector<Tensor> tensors;
+    std::vector<Work> works;
+  };
+  // How the tensors between two stages look.
+  struct Look {
+    DType dtype;
+    bool requires_grad;
+    Shape shape;
+    friend bool operator==(const Look&, const Look&) = default;
+  };
+
+  void forget();
+  void run(const Action& action);
+  void forward(const Action& action);
+  void backward(const Action& action);
+  void send(const Action& action);
+  void receive(const Action& action);
+  std::vector<Tensor> taken(std::map<Key, Arriving>& from, Key key);
+  void hand_on(bool backwards, int stage, int micro, std::vector<Tensor> tensors);
+  PipelineStage& stage_of(int stage);
+  Group& group_of(bool backwards) { return backwards ? groups_.gradients : groups_.outputs; }
+  int peer_of(const Action& action) const;
+
+  const Schedule schedule_;
+  const std::vector<PipelineStage*> stages_;
+  const PipelineGroups groups_;
+  const int rank_;
+  std::vector<Action> trace_;
+  std::vector<Tensor> losses_;
+  std::map<Key, Live> live_;                         // between forward and backward
+  std::map<Key, Arriving> arriving_[2];              // outputs and gradients that are taken
+  std::map<Key, std::vector<Tensor>> leaving_[2];    // that are sent
+  std::map<int, std::vector<Look>> looks_in_, looks_out_;  // by stage
+  std::vector<Work> sends_;
+};
+
+}  // namespace tessera::distributed
