@@ -10,12 +10,15 @@
 #include <optional>
 
 #include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/plan/planned_model.h>
 #include <tessera/accelerate/plan/training_plan.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/plain_text.h>
+#include <tessera/distributed/pipeline/schedule_picture.h>
 
 namespace tessera::cli {
 namespace {
@@ -33,6 +36,7 @@ struct PlanRequest {
   std::string memory, network, json;
   double bandwidth = 0, latency = 0, flops = 0;
   bool units = false;
+  std::string pp_size = "1", pp_schedule = "1f1b", pp_stages_per_rank = "1", picture;
 };
 
 struct RequestedMesh {
@@ -159,7 +163,97 @@ std::optional<Network> network_of(const PlanRequest& request) {
                  .flops = request.flops * 1e12};
 }
 
-int run_plan(const PlanRequest& request) {
+void write_json(const PlanRequest& request, const std::string& text) {
+  if (request.json == "-") std::printf("%s\n", text.c_str());
+  if (request.json.empty() || request.json == "-") return;
+  PlainText<std::ofstream> out(request.json);
+  out << text << "\n";
+  out.close();
+  TS_CHECK_AS(IoError, out.good(), kPlanCommand, "cannot write '", request.json, "'");
+}
+
+// ---- The schedule of a pipeline -----------------------------------------------------------------
+
+// What `command` was given and a schedule does not know is not left out in silence.
+void check_pipeline_options(const CLI::App& command) {
+  for (const CLI::Option* option : command.get_options()) {
+    const std::string& name = option->get_lnames().front();
+    const bool known = name.starts_with("pp-") || name == "accumulate" || name == "json" ||
+                       name == "schedule-picture" || name == "help";
+    TS_CHECK_AS(UnsupportedError, known || option->count() == 0, kPlanCommand, "--", name,
+                " does not go with --pp-size yet: memory and calls of a pipeline's ranks are not "
+                "planned; leave it out for the schedule alone");
+  }
+}
+
+int run_schedule(const PlanRequest& request, const Settings& settings) {
+  const auto ranks = static_cast<int>(settings.pp_size),
+             stages = static_cast<int>(settings.pp_stages_per_rank);
+  const auto micro_batches = static_cast<int>(request.accumulate);
+  TS_CHECK_AS(UsageError, ranks <= 1024, kPlanCommand, "--pp-size is at most 1024; got ", ranks);
+  const distributed::PipelineSchedule kind = settings.pp_schedule.value;
+  TS_CHECK_AS(UsageError, stages == 1 || kind == distributed::PipelineSchedule::kOneFOneB,
+              kPlanCommand, "--pp-stages-per-rank above 1 is for --pp-schedule 1f1b; got ",
+              request.pp_schedule);
+  const distributed::Schedule schedule =
+      distributed::make_schedule(kind, ranks, stages, micro_batches);
+  const distributed::Timing timing = distributed::simulate(schedule);
+  nlohmann::ordered_json json = {
+      {"schedule", request.pp_schedule}, {"ranks", ranks},
+      {"stages_per_rank", stages},       {"micro_batches", micro_batches},
+      {"bubble", timing.bubble},         {"live_activations", timing.live_activations}};
+  if (request.json != "-") {
+    std::printf(
+        "%s: %d stages on %d ranks, %d micro-batches a step\n\n"
+        "bubble %.1f%% of the step, where a backward takes twice its forward and messages "
+        "no time\n\nrank   live activations, in micro-batches of a rank's layers\n",
+        request.pp_schedule.c_str(), schedule.stages, ranks, micro_batches, 100 * timing.bubble);
+    for (int rank = 0; rank < ranks; ++rank) {
+      const int live = timing.live_activations[static_cast<size_t>(rank)];
+      std::printf("%4d   %.3g\n", rank, static_cast<double>(live) / stages);
+    }
+  }
+  if (!request.picture.empty()) {
+    write_file_atomically(request.picture,
+                          distributed::schedule_picture(schedule, request.pp_schedule));
+  }
+  write_json(request, json.dump(1));
+  return 0;
+}
+
+// True where the request was for a pipeline, whose schedule is told then.
+bool ran_schedule(const PlanRequest& request, const CLI::App& command) {
+  Settings settings;
+  const auto take = [&](const char* key, const std::string& flag, const std::string& value) {
+    try {
+      assign(*find_setting(key), settings, value,
+             {.source = accelerate::Source::kLaunchFlag, .name = flag});
+    } catch (const ConfigError& error) {
+      throw UsageError(error.what());
+    }
+    return command.get_option(flag)->count() > 0;
+  };
+  take("pp_size", "--pp-size", request.pp_size);
+  const bool scheduled = take("pp_schedule", "--pp-schedule", request.pp_schedule);
+  const bool staged =
+      take("pp_stages_per_rank", "--pp-stages-per-rank", request.pp_stages_per_rank);
+  if (settings.pp_size == 1) {
+    TS_CHECK_AS(UsageError, !scheduled && !staged && request.picture.empty(), kPlanCommand,
+                "--pp-schedule, --pp-stages-per-rank and --schedule-picture are of a pipeline: "
+                "give --pp-size above 1, too");
+    return false;
+  }
+  check_pipeline_options(command);
+  run_schedule(request, settings);
+  return true;
+}
+
+// ---- A training ---------------------------------------------------------------------------------
+
+int run_plan(const PlanRequest& request, const CLI::App& command) {
+  if (ran_schedule(request, command)) return 0;
+  TS_CHECK_AS(UsageError, !request.model.empty() && !request.mesh.empty(), kPlanCommand,
+              "--model and --mesh are required, or --pp-size above 1");
   const PlannedModel model = PlannedModel::read(request.model);
   TS_CHECK_AS(UsageError, (request.batch == 0) == (request.context == 0), kPlanCommand,
               "activations and operations need --batch-size and --context");
@@ -192,15 +286,7 @@ int run_plan(const PlanRequest& request) {
     }
     if (request.units) std::printf("\n%s", plan.units.c_str());
   }
-  if (request.json.empty()) return 0;
-  if (request.json == "-") {
-    std::printf("%s\n", plan.to_json().c_str());
-    return 0;
-  }
-  PlainText<std::ofstream> out(request.json);
-  out << plan.to_json() << "\n";
-  out.close();
-  TS_CHECK_AS(IoError, out.good(), kPlanCommand, "cannot write '", request.json, "'");
+  write_json(request, request.json.empty() ? "" : plan.to_json());
   return 0;
 }
 
@@ -211,15 +297,12 @@ void add_plan(CLI::App& app, int& exit_code) {
       "plan", "what a training of many ranks takes on each and sends, without running it");
   const auto request = std::make_shared<PlanRequest>();
   const CLI::Range many(int64_t{1}, int64_t{1} << 30);
-  command
-      ->add_option("--model", request->model,
-                   "config.json of transformers, a program's report, safetensors, or a folder")
-      ->required();
+  command->add_option("--model", request->model,
+                      "config.json of transformers, a program's report, safetensors, or a folder");
   command->add_option("--sharding", request->sharding, "ddp, zero1, zero2, zero3 or fsdp")
       ->check(CLI::IsMember({"ddp", "zero1", "zero2", "zero3", "fsdp"}))
       ->capture_default_str();
-  command->add_option("--mesh", request->mesh, "dp_shard=N, dp_replicate=M, or both with a comma")
-      ->required();
+  command->add_option("--mesh", request->mesh, "dp_shard=N, dp_replicate=M, or both with a comma");
   command->add_option("--batch-size", request->batch, "sequences of a micro-batch")->check(many);
   command->add_option("--context", request->context, "tokens of a sequence")->check(many);
   command
@@ -260,7 +343,17 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->check(CLI::PositiveNumber);
   command->add_flag("--units", request->units, "also the units or buckets that the engine makes");
   command->add_option("--json", request->json, "file to write, - for the standard output");
-  command->callback([request, &exit_code] { exit_code = run_plan(*request); });
+  // In words of the settings of the same names, which a training does not have yet.
+  const auto of_pipeline = [&](const char* key, std::string& text) {
+    const Setting& setting = *find_setting(key);
+    command->add_option(setting.flag(), text, std::string(setting.help))->capture_default_str();
+  };
+  of_pipeline("pp_size", request->pp_size);
+  of_pipeline("pp_schedule", request->pp_schedule);
+  of_pipeline("pp_stages_per_rank", request->pp_stages_per_rank);
+  command->add_option("--schedule-picture", request->picture,
+                      "SVG file to write: what each rank of a pipeline does when");
+  command->callback([request, command, &exit_code] { exit_code = run_plan(*request, *command); });
 }
 
 }  // namespace tessera::cli

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include <tessera/distributed/pipeline/schedule.h>
 #include <tessera/precision/fp8_recipe.h>
 
 // ---- Words
@@ -296,6 +297,8 @@ struct Settings {
   Resolved<int64_t> cp_size{1};
   Resolved<int64_t> sp_size{1};
   Resolved<int64_t> pp_size{1};
+  Resolved<distributed::PipelineSchedule> pp_schedule{distributed::PipelineSchedule::kOneFOneB};
+  Resolved<int64_t> pp_stages_per_rank{1};
 
   // sharding
   Resolved<Sharding> sharding{Sharding::kDdp};

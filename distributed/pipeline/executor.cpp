@@ -142,8 +142,8 @@ void PipelineExecutor::forward(const Action& action) {
     looks.push_back({output.dtype(), output.requires_grad(), output.shape()});
   }
   const auto [first, is_first] = looks_out_.try_emplace(stage, looks);
-  TS_CHECK_SHAPE(looks == first->second, kPipeline, "stage ", stage,
-                 " returns for micro-batch ", action.micro,
+  TS_CHECK_SHAPE(looks == first->second, kPipeline, "stage ", stage, " returns for micro-batch ",
+                 action.micro,
                  " other shapes, dtypes or gradients than for the first; cut batches evenly");
   if (is_first) {
     const bool few = !looks.empty() && std::ssize(looks) <= kMostTensors;

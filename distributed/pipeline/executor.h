@@ -90,9 +90,9 @@ class PipelineExecutor {
   const int rank_;
   std::vector<Action> trace_;
   std::vector<Tensor> losses_;
-  std::map<Key, Live> live_;                         // between forward and backward
-  std::map<Key, Arriving> arriving_[2];              // outputs and gradients that are taken
-  std::map<Key, std::vector<Tensor>> leaving_[2];    // that are sent
+  std::map<Key, Live> live_;                               // between forward and backward
+  std::map<Key, Arriving> arriving_[2];                    // outputs and gradients that are taken
+  std::map<Key, std::vector<Tensor>> leaving_[2];          // that are sent
   std::map<int, std::vector<Look>> looks_in_, looks_out_;  // by stage
   std::vector<Work> sends_;
 };

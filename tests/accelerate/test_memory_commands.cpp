@@ -270,6 +270,47 @@ TEST(PlanCommand, SecondsComeFromAStatedNetwork) {
             by_file["communication"].get<double>() + by_file["compute"].get<double>());
 }
 
+TEST(PlanCommand, APipelinesScheduleIsToldAndDrawn) {
+  TestFolder folder;
+  const FinishedProcess told = tessera_command(
+      {"plan", "--pp-size", "4", "--accumulate", "8", "--schedule-picture", folder.path("a.svg")});
+  EXPECT_EQ(told.code(), 0) << told;
+  EXPECT_TRUE(told.printed("1f1b: 4 stages on 4 ranks, 8 micro-batches a step")) << told;
+  EXPECT_TRUE(told.printed("bubble 27.3%") && told.printed("   0   4\n")) << told;
+  const std::string picture = folder.read("a.svg");
+  EXPECT_NE(picture.find(">1f1b: 4 stages on 4 ranks, 8 micro-batches, bubble 27.3%<"),
+            std::string::npos)
+      << picture;
+  const auto json = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), {"plan", "--pp_size", "4", "--accumulate", "8", "--json", "-"});
+    const FinishedProcess by = tessera_command(more);
+    EXPECT_EQ(by.code(), 0) << by;
+    return nlohmann::json::parse(by.output);
+  };
+  const auto interleaved = json({"--pp-stages-per-rank", "2"});
+  EXPECT_NEAR(interleaved["bubble"].get<double>(), 3.0 / 19, 1e-12);
+  EXPECT_EQ(interleaved["live_activations"], nlohmann::json({11, 9, 7, 5}));
+  EXPECT_NEAR(json({"--pp-schedule", "zero_bubble_h1"})["bubble"].get<double>(), 1.0 / 9, 1e-12);
+  EXPECT_EQ(json({"--pp-schedule", "gpipe"})["live_activations"], nlohmann::json({8, 8, 8, 8}));
+  for (const auto& [words, code, part] :
+       std::vector<std::tuple<std::vector<std::string>, int, std::string>>{
+           {{"--pp-size", "two"}, 2, "--pp-size has to be a whole number"},
+           {{"--pp-size", "4096"}, 2, "at most 1024"},
+           {{"--pp-size", "2", "--pp-schedule", "dualpipe"}, 2, "zero_bubble_h1"},
+           {{"--pp-size", "2", "--pp-schedule", "gpipe", "--pp-stages-per-rank", "2"}, 2, "1f1b"},
+           {{"--pp-stages-per-rank", "2"}, 2, "--pp-size above 1"},
+           {{"--schedule-picture", folder.path("b.svg")}, 2, "--pp-size above 1"},
+           {{"--pp-size", "2", "--mesh", "dp_shard=2"}, 1, "--mesh does not go with --pp-size"},
+           {{"--pp-size", "2", "--units"}, 1, "--units does not go with --pp-size"},
+           {{}, 2, "--model and --mesh are required"}}) {
+    std::vector<std::string> all = words;
+    all.insert(all.begin(), "plan");
+    const FinishedProcess refused = tessera_command(all);
+    EXPECT_EQ(refused.code(), code) << refused;
+    EXPECT_TRUE(refused.complained(part)) << part << "\n" << refused;
+  }
+}
+
 TEST(PlanCommand, MistakesNameWhatIsWrong) {
   TestFolder folder;
   const std::string model = folder.write("config.json", kGpt2Xl);

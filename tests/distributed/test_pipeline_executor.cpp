@@ -18,7 +18,8 @@ namespace {
 
 constexpr int64_t kBatch = 3, kWidth = 12;
 
-// h = gelu(h W + b) + h, with targets and a mask that only the last stage reads.
+// h = gelu(h W + b) + h, with targets and a mask that only the last stage reads, and a tensor that
+// nobody does.
 class ChainStage : public PipelineStage {
  public:
   ChainStage(int stage, int stages, int micro_batches)
@@ -34,9 +35,10 @@ class ChainStage : public PipelineStage {
     if (stage_ == 0) {
       manual_seed(static_cast<uint64_t>(100 + micro));
       const int64_t batch = kBatch + (micro == odd_micro ? 1 : 0);
-      now = {randn({batch, kWidth}), randint(0, kWidth, {batch}), rand({batch, kWidth})};
+      now = {randn({batch, kWidth}), randint(0, kWidth, {batch}), rand({batch, kWidth}), Tensor()};
     }
     now[0] = add(gelu(linear(now[0], weight, bias)), now[0]);
+    now[3] = mul(now[0], 2.0);
     if (stage_ + 1 < stages_) return now;
     return {div(cross_entropy(mul(now[0], now[2]), now[1]), micro_batches_)};
   }
@@ -100,7 +102,7 @@ std::vector<std::string> messages_of(const std::vector<Action>& row, bool backwa
   std::vector<std::string> messages;
   for (const Action& action : row) {
     if (!action.is_message() || action.backwards != backwards) continue;
-    const int tensors = backwards ? 1 : action.micro == 0 ? 4 : 3;  // the first with a header
+    const int tensors = backwards ? 2 : action.micro == 0 ? 5 : 4;  // the first with a header
     for (int i = 0; i < tensors; ++i) {
       messages.push_back(std::string(action.act == Act::kSend ? "send " : "recv ") +
                          (backwards ? "gradient" : "output") + ", micro-batch " +

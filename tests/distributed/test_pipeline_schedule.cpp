@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <fstream>
 #include <functional>
@@ -108,6 +109,33 @@ TEST(PipelineSchedule, ALoweredRowReadsAsItRuns) {
             "send (gradient) of stage 1, micro-batch 1\n"
             "release of stage 1\n"
             "reduce of stage 1\n");
+}
+
+TEST(PipelineSchedule, MessagesGathersAndReductionsTakeTheirTime) {
+  const Schedule schedule = lower(one_f_one_b(2, 1));
+  const Timing timing = simulate(schedule, [](const Action& action) {
+    if (action.act == Act::kSend) return action.backwards ? 20.0 : 10.0;
+    if (action.act == Act::kGather) return 5.0;
+    return action.act == Act::kReduce ? 7.0 : unit_cost(action);
+  });
+  const auto text = [&](size_t rank) {
+    std::string all;
+    for (size_t i = 0; i < schedule.rows[rank].size(); ++i) {
+      const Timing::Span& span = timing.spans[rank][i];
+      all += std::string(name_of(schedule.rows[rank][i].act)) + " " +
+             std::to_string(std::lround(span.start)) + "-" + std::to_string(std::lround(span.end)) +
+             "\n";
+    }
+    return all;
+  };
+  EXPECT_EQ(text(0),
+            "gather 0-5\nforward 5-6\nsend 6-16\nreceive 19-39\nbackward 39-41\nrelease 41-41\n"
+            "reduce 41-48\n");
+  EXPECT_EQ(text(1),
+            "gather 0-5\nreceive 6-16\nforward 16-17\nbackward 17-19\nsend 19-39\n"
+            "release 19-19\nreduce 19-26\n");
+  EXPECT_DOUBLE_EQ(timing.seconds, 41);
+  EXPECT_DOUBLE_EQ(timing.bubble, 1 - 6.0 / 82);
 }
 
 TEST(PipelineSchedule, NumbersThatCannotBeAreErrors) {

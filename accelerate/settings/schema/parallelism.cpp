@@ -52,6 +52,17 @@ std::vector<Setting> parallelism_settings() {
        .most = 1e6,
        .aliases = {"parallelism_config_pp_size"},
        .planned = true},
+      {.key = "pp_schedule",
+       .field = field<&S::pp_schedule>,
+       .help = "order of micro-batches in a pipeline; 1f1b interleaves several stages of a rank",
+       .names = {"gpipe", "1f1b", "zero_bubble_h1"},
+       .planned = true},
+      {.key = "pp_stages_per_rank",
+       .field = field<&S::pp_stages_per_rank>,
+       .help = "stages that each rank of a pipeline has",
+       .least = 1,
+       .most = 1e3,
+       .planned = true},
   };
 }
 
