@@ -109,6 +109,7 @@
 #include <tessera/data/text/tokenizer.h>
 #include <tessera/data/text/wordpiece.h>
 #include <tessera/data/token_dataset.h>
+#include <tessera/data/tokenizer_json/pretrained_tokenizer.h>
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/batch_size.h>

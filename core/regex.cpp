@@ -11,7 +11,6 @@ namespace {
 constexpr size_t kMostPatternBytes =
     4096;  // a link of PCRE2 has 16 bits: 64 KiB are compiled at most
 constexpr uint32_t kMostParentheses = 64;
-constexpr uint32_t kMostSteps = 100'000;  // some milliseconds; names of modules take some hundred
 constexpr uint32_t kMostKibibytes = 1024;
 
 template <auto free>
@@ -42,17 +41,27 @@ struct Regex::Compiled {
   // The groups, where there is a match.
   MatchData match(std::string_view text, uint32_t options) const {
     MatchData data(pcre2_match_data_create_from_pattern(code.get(), nullptr));
-    const int found = pcre2_match(code.get(), bytes_of(text), text.size(), 0,
-                                  options | PCRE2_ANCHORED, data.get(), limits.get());
-    if (found == PCRE2_ERROR_NOMATCH) return nullptr;
+    return match_from(text, 0, options | PCRE2_ANCHORED, data.get()) ? std::move(data) : nullptr;
+  }
+
+  bool match_from(std::string_view text, size_t start, uint32_t options,
+                  pcre2_match_data* data) const {
+    int found =
+        pcre2_match(code.get(), bytes_of(text), text.size(), start, options, data, limits.get());
+    if (found == PCRE2_ERROR_JIT_STACKLIMIT) {  // the interpreter has its own, larger memory
+      found = pcre2_match(code.get(), bytes_of(text), text.size(), start, options | PCRE2_NO_JIT,
+                          data, limits.get());
+    }
+    if (found == PCRE2_ERROR_NOMATCH) return false;
     TS_CHECK_AS(ConfigError, found > 0, name, "'", pattern.substr(0, 200),
                 "' cannot be matched with '", text.substr(0, 200), "': ", text_of(found),
                 "; write an expression that has one way to match");
-    return data;
+    return true;
   }
 };
 
-Regex::Regex(std::string_view pattern, std::string name) : compiled_(std::make_unique<Compiled>()) {
+Regex::Regex(std::string_view pattern, std::string name, const RegexOptions& options)
+    : compiled_(std::make_unique<Compiled>()) {
   Compiled& made = *compiled_;
   made.name = std::move(name);
   made.pattern = pattern;
@@ -62,19 +71,42 @@ Regex::Regex(std::string_view pattern, std::string name) : compiled_(std::make_u
   int error = 0;
   size_t place = 0;
   made.code.reset(pcre2_compile(bytes_of(pattern), pattern.size(),
-                                PCRE2_UTF | PCRE2_MATCH_INVALID_UTF | PCRE2_NEVER_BACKSLASH_C,
+                                PCRE2_UTF | PCRE2_NEVER_BACKSLASH_C |
+                                    (options.many_matches ? 0 : PCRE2_MATCH_INVALID_UTF) |
+                                    (options.unicode ? PCRE2_UCP : 0),
                                 &error, &place, context.get()));
   TS_CHECK_AS(ConfigError, made.code != nullptr, made.name, "'", pattern.substr(0, 200),
               "' is no regular expression that is read here: ", text_of(error), " (at byte ", place,
               ")");
   made.limits.reset(pcre2_match_context_create(nullptr));
-  pcre2_set_match_limit(made.limits.get(), kMostSteps);
-  pcre2_set_depth_limit(made.limits.get(), kMostSteps);
+  pcre2_set_match_limit(made.limits.get(), options.most_steps);
+  pcre2_set_depth_limit(made.limits.get(), options.most_steps);
   pcre2_set_heap_limit(made.limits.get(), kMostKibibytes);
+  // Without machine code it matches the same, and slower.
+  if (options.many_matches) pcre2_jit_compile(made.code.get(), PCRE2_JIT_COMPLETE);
 }
 Regex::~Regex() = default;
 Regex::Regex(Regex&&) noexcept = default;
 Regex& Regex::operator=(Regex&&) noexcept = default;
+
+void Regex::for_each_match(std::string_view text,
+                           const std::function<void(size_t, size_t)>& visit) const {
+  const MatchData data(pcre2_match_data_create_from_pattern(compiled_->code.get(), nullptr));
+  const size_t* const places = pcre2_get_ovector_pointer(data.get());
+  std::optional<size_t> last_end;
+  for (size_t start = 0; start <= text.size();) {
+    if (!compiled_->match_from(text, start, PCRE2_NO_UTF_CHECK, data.get())) return;
+    const size_t begin = places[0], end = places[1];
+    if (begin == end && last_end == end) {
+      do ++start;
+      while (start < text.size() && (text[start] & 0xC0) == 0x80);
+      continue;
+    }
+    visit(begin, end);
+    start = end;
+    last_end = end;
+  }
+}
 
 bool Regex::matches(std::string_view text) const {
   return compiled_->match(text, PCRE2_ENDANCHORED) != nullptr;

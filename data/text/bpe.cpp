@@ -3,125 +3,23 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <queue>
 #include <unordered_map>
 
 #include <tessera/core/error.h>
 #include <tessera/core/io/mapped_file.h>
+#include <tessera/data/text/bpe_merges.h>
+#include <tessera/data/text/byte_chars.h>
+#include <tessera/data/text/gpt2_pattern.h>
 #include <tessera/data/text/json_error.h>
 #include <tessera/data/text/special_tokens.h>
 #include <tessera/data/text/text.h>
-#include <tessera/data/text/unicode.h>
 #include <tessera/data/text/word_cache.h>
 
 namespace tessera::data {
 namespace {
 
 constexpr std::string_view kBpe = "BpeTokenizer";
-
-// ---- Cutting a text into pieces -----------------------------------------------------------------
-
-constexpr std::array<CharClass, 128> kAsciiClass = [] {
-  std::array<CharClass, 128> table{};
-  for (int c = 'a'; c <= 'z'; ++c) table[c] = table[c - 'a' + 'A'] = CharClass::kLetter;
-  for (int c = '0'; c <= '9'; ++c) table[c] = CharClass::kNumber;
-  for (int c : {'\t', '\n', '\v', '\f', '\r', ' '}) table[c] = CharClass::kSpace;
-  return table;
-}();
-
-struct Char {
-  CharClass char_class;
-  uint32_t length;
-};
-
-inline Char char_at(std::string_view text, size_t position) {
-  const auto byte = static_cast<unsigned char>(text[position]);
-  if (byte < 0x80) [[likely]]
-    return {kAsciiClass[byte], 1};
-  const CodePoint c = decode_utf8(text, position);
-  return {char_class(c.value), c.length};
-}
-
-// First position from `position` on whose character is of another class.
-inline size_t end_of_run(std::string_view text, size_t position, CharClass char_class) {
-  while (position < text.size()) {
-    const Char c = char_at(text, position);
-    if (c.char_class != char_class) break;
-    position += c.length;
-  }
-  return position;
-}
-
-// Length of 's 't 're 've 'm 'll 'd at `position`, 0 if none stands there.
-inline size_t contraction_length(std::string_view text, size_t position) {
-  const std::string_view rest = text.substr(position + 1, 2);
-  if (rest.empty()) return 0;
-  switch (rest[0]) {
-    case 's':
-    case 't':
-    case 'm':
-    case 'd':
-      return 2;
-    default:
-      return rest == "re" || rest == "ve" || rest == "ll" ? 3 : 0;
-  }
-}
-
-// End of the piece that starts at `start`: the pattern's alternatives, first match wins.
-inline size_t end_of_piece(std::string_view text, size_t start) {
-  if (text[start] == '\'') {
-    if (const size_t length = contraction_length(text, start)) return start + length;
-  }
-  Char c = char_at(text, start);
-  size_t position = start + c.length;
-  if (text[start] == ' ' && position < text.size()) {  // " ?" before a run of another class
-    const Char next = char_at(text, position);
-    if (next.char_class != CharClass::kSpace) {
-      return end_of_run(text, position + next.length, next.char_class);
-    }
-  }
-  if (c.char_class != CharClass::kSpace) return end_of_run(text, position, c.char_class);
-  // \s+(?!\S): all the white space at the end of the text; before a word, all but the last
-  // character, which the word's " ?" may take. A single one is \s+.
-  size_t last = start;
-  while (position < text.size()) {
-    c = char_at(text, position);
-    if (c.char_class != CharClass::kSpace) return last == start ? position : last;
-    last = position;
-    position += c.length;
-  }
-  return position;
-}
-
-// ---- Tokens as the vocabulary writes them -------------------------------------------------------
-
-// GPT-2 writes bytes as printable characters: those of Latin-1 as they are, the other 68 bytes as
-// U+0100 and on, in their order.
-constexpr int kByteChars = 256 + 68;
-constexpr std::array<int16_t, kByteChars> kByteOfChar = [] {
-  std::array<int16_t, kByteChars> table{};
-  for (auto& entry : table) entry = -1;
-  int next = 256;
-  for (int byte = 0; byte < 256; ++byte) {
-    const bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte != 0xAD);
-    table[printable ? byte : next++] = static_cast<int16_t>(byte);
-  }
-  return table;
-}();
-
-// The bytes that a written token stands for; nothing if a character stands for no byte.
-std::optional<std::string> bytes_of(std::string_view written) {
-  std::string bytes;
-  for (size_t position = 0; position < written.size();) {
-    const CodePoint c = decode_utf8(written, position);
-    if (c.value >= kByteChars || kByteOfChar[c.value] < 0) return std::nullopt;
-    bytes += static_cast<char>(kByteOfChar[c.value]);
-    position += c.length;
-  }
-  return bytes;
-}
 
 // Reads {"token": id, ...} without a tree, and sees what a tree would hide: a key that comes twice.
 class VocabularyHandler : public nlohmann::json_sax<nlohmann::json> {
@@ -175,55 +73,6 @@ class VocabularyHandler : public nlohmann::json_sax<nlohmann::json> {
   int depth_ = 0;
 };
 
-// ---- Merging ------------------------------------------------------------------------------------
-
-struct Merge {
-  uint32_t rank;
-  TokenId id;
-};
-constexpr uint32_t kNoRank = std::numeric_limits<uint32_t>::max();
-
-// From a pair of tokens to its merge; open addressing at half load.
-class MergeTable {
- public:
-  void reserve(size_t merges) {
-    int bits = 4;
-    while ((size_t{1} << bits) < 2 * merges) ++bits;
-    shift_ = 64 - bits;
-    slots_.assign(size_t{1} << bits, Slot{});
-  }
-  // False if the pair is there already.
-  bool insert(TokenId left, TokenId right, Merge merge) {
-    Slot& slot = slots_[find_slot(key_of(left, right))];
-    if (slot.key != kEmpty) return false;
-    slot = {key_of(left, right), merge};
-    return true;
-  }
-  Merge find(TokenId left, TokenId right) const {
-    return slots_[find_slot(key_of(left, right))].merge;
-  }
-
- private:
-  static constexpr uint64_t kEmpty = ~uint64_t{0};
-  struct Slot {
-    uint64_t key = kEmpty;
-    Merge merge = {kNoRank, 0};
-  };
-  static uint64_t key_of(TokenId left, TokenId right) {
-    return static_cast<uint64_t>(left) << 32 | static_cast<uint32_t>(right);
-  }
-  size_t find_slot(uint64_t key) const {
-    size_t slot = (key * 0x9E3779B97F4A7C15) >> shift_;
-    while (slots_[slot].key != key && slots_[slot].key != kEmpty) {
-      slot = (slot + 1) & (slots_.size() - 1);
-    }
-    return slot;
-  }
-
-  std::vector<Slot> slots_ = std::vector<Slot>(16);
-  int shift_ = 60;
-};
-
 }  // namespace
 
 struct BpeTokenizer::Model {
@@ -249,7 +98,7 @@ struct BpeTokenizer::Model {
 
   void encode_plain(std::string_view source, WordCache& cache, std::vector<TokenId>& out) const {
     for (size_t start = 0; start < source.size();) {
-      const size_t end = end_of_piece(source, start);
+      const size_t end = end_of_gpt2_piece(source, start);
       const std::string_view piece = source.substr(start, end - start);
       if (piece.size() <= WordCache::kMaxBytes) [[likely]] {
         const WordCache::Key key = WordCache::key_of(piece, source.size() - start);
@@ -258,93 +107,25 @@ struct BpeTokenizer::Model {
           out.insert(out.end(), entry.ids, entry.ids + entry.count);
         } else {
           const size_t before = out.size();
-          merge_short(piece, out);
+          merge(piece, out);
           const size_t count = out.size() - before;
           if (count <= WordCache::kMaxIds) WordCache::store(entry, key, &out[before], count);
         }
-      } else if (piece.size() <= kShort) {
-        merge_short(piece, out);
       } else {
-        merge_long(piece, out);
+        merge(piece, out);
       }
       start = end;
     }
   }
 
-  // Few tokens: look through all ranks for the lowest. Quadratic, and faster than a heap.
-  static constexpr size_t kShort = 48;
-  void merge_short(std::string_view piece, std::vector<TokenId>& out) const {
-    TokenId tokens[kShort];
-    Merge next[kShort];  // the merge of tokens[i] and tokens[i + 1]
-    size_t count = piece.size();
-    for (size_t i = 0; i < count; ++i) tokens[i] = byte_ids[static_cast<unsigned char>(piece[i])];
-    for (size_t i = 0; i + 1 < count; ++i) next[i] = merges.find(tokens[i], tokens[i + 1]);
-    while (count > 1) {
-      size_t best = 0;
-      for (size_t i = 1; i + 1 < count; ++i) {
-        if (next[i].rank < next[best].rank) best = i;
-      }
-      if (next[best].rank == kNoRank) break;
-      tokens[best] = next[best].id;
-      for (size_t i = best + 1; i + 1 < count; ++i) {
-        tokens[i] = tokens[i + 1];
-        next[i] = next[i + 1];
-      }
-      --count;
-      if (best + 1 < count) next[best] = merges.find(tokens[best], tokens[best + 1]);
-      if (best > 0) next[best - 1] = merges.find(tokens[best - 1], tokens[best]);
+  void merge(std::string_view piece, std::vector<TokenId>& out) const {
+    const size_t before = out.size();
+    out.resize(before + piece.size());
+    TokenId* const tokens = out.data() + before;
+    for (size_t i = 0; i < piece.size(); ++i) {
+      tokens[i] = byte_ids[static_cast<unsigned char>(piece[i])];
     }
-    out.insert(out.end(), tokens, tokens + count);
-  }
-
-  // Many tokens: a linked list and a heap of candidate merges. A candidate whose tokens have
-  // changed since is skipped when it comes up.
-  void merge_long(std::string_view piece, std::vector<TokenId>& out) const {
-    struct Node {
-      TokenId token;  // -1: merged into its left neighbour
-      int64_t previous, next;
-    };
-    struct Candidate {
-      uint32_t rank;
-      TokenId merged, left_token, right_token;
-      int64_t left;
-      // std::priority_queue gives its greatest: the lowest rank, then the leftmost.
-      bool operator<(const Candidate& other) const {
-        return rank != other.rank ? rank > other.rank : left > other.left;
-      }
-    };
-    const auto count = static_cast<int64_t>(piece.size());
-    std::vector<Node> nodes(piece.size());
-    for (int64_t i = 0; i < count; ++i) {
-      nodes[i] = {byte_ids[static_cast<unsigned char>(piece[i])], i - 1, i + 1};
-    }
-    std::vector<Candidate> storage;
-    storage.reserve(piece.size());
-    std::priority_queue<Candidate> candidates({}, std::move(storage));
-    const auto consider = [&](int64_t left) {
-      if (left < 0 || nodes[left].next >= count) return;
-      const TokenId a = nodes[left].token, b = nodes[nodes[left].next].token;
-      const Merge merge = merges.find(a, b);
-      if (merge.rank != kNoRank) candidates.push({merge.rank, merge.id, a, b, left});
-    };
-    for (int64_t i = 0; i + 1 < count; ++i) consider(i);
-    while (!candidates.empty()) {
-      const Candidate best = candidates.top();
-      candidates.pop();
-      Node& left = nodes[best.left];
-      if (left.token != best.left_token || left.next >= count ||
-          nodes[left.next].token != best.right_token) {
-        continue;
-      }
-      Node& right = nodes[left.next];
-      left.token = best.merged;
-      right.token = -1;
-      left.next = right.next;
-      if (left.next < count) nodes[left.next].previous = best.left;
-      consider(left.previous);
-      consider(best.left);
-    }
-    for (int64_t i = 0; i < count; i = nodes[i].next) out.push_back(nodes[i].token);
+    out.resize(before + merge_tokens(merges, tokens, nullptr, piece.size()));
   }
 };
 
@@ -499,7 +280,7 @@ std::optional<TokenId> BpeTokenizer::find(std::string_view token) const {
 std::vector<std::string_view> split_gpt2(std::string_view text) {
   std::vector<std::string_view> pieces;
   for (size_t start = 0; start < text.size();) {
-    const size_t end = end_of_piece(text, start);
+    const size_t end = end_of_gpt2_piece(text, start);
     pieces.push_back(text.substr(start, end - start));
     start = end;
   }

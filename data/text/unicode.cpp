@@ -1,8 +1,14 @@
 #include <tessera/data/text/unicode.h>
 
+#include <unicode/brkiter.h>
 #include <unicode/bytestream.h>
 #include <unicode/normalizer2.h>
 #include <unicode/uchar.h>
+#include <unicode/unistr.h>
+#include <unicode/utext.h>
+
+#include <limits>
+#include <memory>
 
 #include <tessera/core/error.h>
 #include <tessera/data/text/text.h>
@@ -12,6 +18,32 @@ namespace {
 
 bool in_category(char32_t c, uint32_t mask) {
   return (U_MASK(u_charType(static_cast<UChar32>(c))) & mask) != 0;
+}
+
+void check_icu(UErrorCode status, std::string_view where) {
+  TS_CHECK_AS(Error, U_SUCCESS(status), where, "ICU failed: ", u_errorName(status),
+              "; is its data installed?");
+}
+
+const icu::Normalizer2& normalizer(NormalForm form) {
+  UErrorCode status = U_ZERO_ERROR;
+  const icu::Normalizer2* found = nullptr;
+  switch (form) {
+    case NormalForm::kNfc:
+      found = icu::Normalizer2::getNFCInstance(status);
+      break;
+    case NormalForm::kNfd:
+      found = icu::Normalizer2::getNFDInstance(status);
+      break;
+    case NormalForm::kNfkc:
+      found = icu::Normalizer2::getNFKCInstance(status);
+      break;
+    case NormalForm::kNfkd:
+      found = icu::Normalizer2::getNFKDInstance(status);
+      break;
+  }
+  check_icu(status, "normalizer");
+  return *found;
 }
 
 }  // namespace
@@ -35,18 +67,74 @@ bool is_cjk_ideograph(char32_t c) {
          in(0x2B740, 0x2B81F) || in(0x2B820, 0x2CEAF) || in(0xF900, 0xFAFF) || in(0x2F800, 0x2FA1F);
 }
 
+bool is_white_space(char32_t c) { return u_isUWhiteSpace(static_cast<UChar32>(c)); }
+bool is_mark(char32_t c) { return in_category(c, U_GC_M_MASK); }
+bool is_word_character(char32_t c) {
+  const auto code = static_cast<UChar32>(c);
+  return u_isUAlphabetic(code) || in_category(c, U_GC_M_MASK | U_GC_ND_MASK | U_GC_PC_MASK) ||
+         u_hasBinaryProperty(code, UCHAR_JOIN_CONTROL);
+}
+int assigned_in(char32_t c) {
+  UVersionInfo version = {};
+  u_charAge(static_cast<UChar32>(c), version);
+  return version[0] * 100 + version[1];
+}
+
 std::string decompose(std::string_view text) {
   UErrorCode status = U_ZERO_ERROR;
-  const icu::Normalizer2* normalizer = icu::Normalizer2::getNFDInstance(status);
   std::string out;
-  if (U_SUCCESS(status)) {
-    icu::StringByteSink<std::string> sink(&out, static_cast<int32_t>(text.size()));
-    normalizer->normalizeUTF8(0, icu::StringPiece(text.data(), static_cast<int32_t>(text.size())),
-                              sink, nullptr, status);
-  }
-  TS_CHECK_AS(Error, U_SUCCESS(status), "decompose", "ICU failed: ", u_errorName(status),
-              "; is its data installed?");
+  icu::StringByteSink<std::string> sink(&out, static_cast<int32_t>(text.size()));
+  normalizer(NormalForm::kNfd)
+      .normalizeUTF8(0, icu::StringPiece(text.data(), static_cast<int32_t>(text.size())), sink,
+                     nullptr, status);
+  check_icu(status, "decompose");
   return out;
+}
+
+bool is_normal(std::string_view text, NormalForm form) {
+  // ICU counts in 32 bits.
+  if (text.size() > size_t{std::numeric_limits<int32_t>::max()}) return false;
+  UErrorCode status = U_ZERO_ERROR;
+  const icu::StringPiece piece(text.data(), static_cast<int32_t>(text.size()));
+  const bool normal = normalizer(form).isNormalizedUTF8(piece, status);
+  check_icu(status, "is_normal");
+  return normal;
+}
+
+uint8_t combining_class(char32_t c) { return u_getCombiningClass(static_cast<UChar32>(c)); }
+
+void decompose(char32_t c, bool compatible, const std::function<void(char32_t)>& visit) {
+  icu::UnicodeString parts;
+  const NormalForm form = compatible ? NormalForm::kNfkd : NormalForm::kNfd;
+  if (!normalizer(form).getDecomposition(static_cast<UChar32>(c), parts)) return visit(c);
+  for (int32_t i = 0; i < parts.length(); i = parts.moveIndex32(i, 1)) {
+    visit(static_cast<char32_t>(parts.char32At(i)));
+  }
+}
+
+std::optional<char32_t> compose(char32_t first, char32_t second) {
+  const UChar32 both = normalizer(NormalForm::kNfc)
+                           .composePair(static_cast<UChar32>(first), static_cast<UChar32>(second));
+  if (both < 0) return std::nullopt;
+  return static_cast<char32_t>(both);
+}
+
+std::vector<size_t> grapheme_ends(std::string_view text) {
+  UErrorCode status = U_ZERO_ERROR;
+  const std::unique_ptr<icu::BreakIterator> breaks(
+      icu::BreakIterator::createCharacterInstance(icu::Locale::getRoot(), status));
+  check_icu(status, "grapheme_ends");
+  UText utf8 = UTEXT_INITIALIZER;
+  utext_openUTF8(&utf8, text.data(), static_cast<int64_t>(text.size()), &status);
+  breaks->setText(&utf8, status);
+  std::vector<size_t> ends;
+  breaks->first();
+  for (int32_t end = breaks->next(); end != icu::BreakIterator::DONE; end = breaks->next()) {
+    ends.push_back(static_cast<size_t>(end));
+  }
+  utext_close(&utf8);
+  check_icu(status, "grapheme_ends");
+  return ends;
 }
 
 void append_lower_case(char32_t c, std::string& out) {

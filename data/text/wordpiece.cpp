@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <unordered_map>
 
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
@@ -15,6 +14,7 @@
 #include <tessera/data/text/text.h>
 #include <tessera/data/text/unicode.h>
 #include <tessera/data/text/word_cache.h>
+#include <tessera/data/text/word_pieces.h>
 
 namespace tessera::data {
 namespace {
@@ -38,11 +38,6 @@ constexpr std::array<AsciiKind, 128> kAsciiKind = [] {
 
 bool is_ascii(char c) { return static_cast<unsigned char>(c) < 0x80; }
 AsciiKind kind_of(char c) { return kAsciiKind[static_cast<unsigned char>(c)]; }
-
-size_t count_characters(std::string_view text) {
-  return static_cast<size_t>(
-      std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
-}
 
 // Control characters out, ideographs apart, white space to ' '.
 std::string clean(std::string_view text) {
@@ -93,14 +88,14 @@ std::string lower_without_accents(std::string_view text) {
 struct WordPieceTokenizer::Model {
   std::string text;  // the vocabulary's file
   std::vector<std::string_view> tokens;
-  std::unordered_map<std::string_view, TokenId> starts;         // as written
-  std::unordered_map<std::string_view, TokenId> continuations;  // those with ##, without it
-  size_t longest_start = 0, longest_continuation = 0;           // bytes
+  WordPieces pieces;
   TokenId padding = 0, unknown = 0, first = 0, separator = 0, mask = 0;
   SpecialTokens special;
   bool lower_case = true, parse_special = false;
-  size_t max_word_characters = 100;
   mutable WordCachePool caches;
+
+  explicit Model(const WordPieceOptions& options)
+      : pieces("##", static_cast<size_t>(options.max_word_characters)) {}
 
   int64_t size() const { return static_cast<int64_t>(tokens.size()); }
 
@@ -110,31 +105,8 @@ struct WordPieceTokenizer::Model {
     return tokens[static_cast<size_t>(id)];
   }
 
-  // Longest pieces from the left. What cannot be covered makes the whole word unknown.
   void encode_word(std::string_view word, std::vector<TokenId>& out) const {
-    if (word.empty()) return;
-    const size_t before = out.size();
-    if (word.size() > max_word_characters && count_characters(word) > max_word_characters) {
-      out.push_back(unknown);
-      return;
-    }
-    for (size_t start = 0; start < word.size();) {
-      const auto& pieces = start == 0 ? starts : continuations;
-      size_t length =
-          std::min(start == 0 ? longest_start : longest_continuation, word.size() - start);
-      auto found = pieces.end();
-      for (; length > 0; --length) {
-        found = pieces.find(word.substr(start, length));
-        if (found != pieces.end()) break;
-      }
-      if (length == 0) {
-        out.resize(before);
-        out.push_back(unknown);
-        return;
-      }
-      out.push_back(found->second);
-      start += length;
-    }
+    if (!word.empty() && !pieces.encode(word, out)) out.push_back(unknown);
   }
 
   // A stretch without ASCII white space, all ASCII.
@@ -277,7 +249,7 @@ WordPieceTokenizer WordPieceTokenizer::parse(std::string_view vocabulary, std::s
   TS_CHECK(options.max_word_characters > 0, kWordPiece,
            "max_word_characters must be positive; got ", options.max_word_characters, ".");
   check_utf8(vocabulary, kWordPiece, name);
-  auto model = std::make_unique<Model>();
+  auto model = std::make_unique<Model>(options);
   model->text = strip_byte_order_mark(vocabulary);
   model->tokens = split_lines(model->text);
   TS_CHECK_AS(FormatError, model->tokens.size() < (size_t{1} << 31), kWordPiece, "'", name,
@@ -287,22 +259,17 @@ WordPieceTokenizer WordPieceTokenizer::parse(std::string_view vocabulary, std::s
     const auto id = static_cast<TokenId>(i);
     TS_CHECK_AS(FormatError, !token.empty(), kWordPiece, "every line is a token; '", name,
                 "' line ", i + 1, " is empty; get the file again.");
-    TS_CHECK_AS(FormatError, model->starts.emplace(token, id).second, kWordPiece,
+    TS_CHECK_AS(FormatError, model->pieces.add(token, id), kWordPiece,
                 "every token must stand once; '", name, "' line ", i + 1, " repeats '", token,
                 "'; get the file again.");
-    model->longest_start = std::max(model->longest_start, token.size());
-    if (token.starts_with("##") && token.size() > 2) {
-      model->continuations.emplace(token.substr(2), id);
-      model->longest_continuation = std::max(model->longest_continuation, token.size() - 2);
-    }
   }
   const auto special = [&](const std::string& token) {
-    const auto found = model->starts.find(token);
-    TS_CHECK_AS(FormatError, found != model->starts.end(), kWordPiece,
+    const TokenId* const found = model->pieces.find(token);
+    TS_CHECK_AS(FormatError, found != nullptr, kWordPiece,
                 "special tokens must be in the vocabulary; '", name, "' lacks '", token,
                 "'; give the right file or set the token's name in the options.");
-    model->special.add(token, found->second);
-    return found->second;
+    model->special.add(token, *found);
+    return *found;
   };
   model->padding = special(options.padding);
   model->unknown = special(options.unknown);
@@ -311,7 +278,6 @@ WordPieceTokenizer WordPieceTokenizer::parse(std::string_view vocabulary, std::s
   model->mask = special(options.mask);
   model->lower_case = options.lower_case;
   model->parse_special = options.parse_special_tokens;
-  model->max_word_characters = static_cast<size_t>(options.max_word_characters);
   return WordPieceTokenizer(std::move(model));
 }
 

@@ -1,0 +1,125 @@
+// The tokenizers of pretrained models, from HuggingFace's tokenizer.json.
+//
+//     auto tokenizer = PretrainedTokenizer::from_pretrained("Llama-3.2-1B");  // a folder
+//     PretrainedEncoding encoding = tokenizer.encode_text("Hello world");
+//     encoding.ids;      // 128000, 9906, 1917: with <|begin_of_text|>, as the file says
+//     encoding.offsets;  // [0, 0), [0, 5), [5, 11): characters of the text
+//
+// It gives the ids, offsets and texts of the tokenizers package (docs/data.md has the kinds of
+// normalizers, pre-tokenizers, models, post-processors and decoders). What a file asks for and is
+// not known is an UnsupportedError that names it: no other ids come of it. Bytes that are not UTF-8
+// count as U+FFFD. Unicode's properties are ICU's, and the package's where those are older.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <tessera/data/text/tokenizer.h>
+#include <tessera/data/text/wordpiece.h>
+
+namespace tessera::data {
+
+// Characters (code points) [begin, end) of the text, where bytes that are not UTF-8 are a U+FFFD.
+struct TokenOffset {
+  int64_t begin = 0, end = 0;
+  bool operator==(const TokenOffset&) const = default;
+};
+
+// One sequence for a model, with special tokens and padding.
+struct PretrainedEncoding : Encoding {
+  std::vector<TokenId> special_tokens_mask;  // 1 for what the post-processor and padding added
+  std::vector<TokenOffset> offsets;          // [0, 0) for those
+};
+
+struct Truncation {
+  enum class Strategy {
+    kLongestFirst,  // of a pair the longer text loses first, until both are equally long
+    kOnlyFirst,
+    kOnlySecond,
+  };
+  int64_t max_length = 512;  // of ids, special tokens included
+  Strategy strategy = Strategy::kLongestFirst;
+  bool left = false;  // loses ids at the beginning
+};
+
+struct Padding {
+  std::optional<int64_t> length = {};  // absent: to the longest of the batch
+  int64_t to_multiple_of = 0;          // 0: of any
+  bool left = false;
+  TokenId id = 0, type_id = 0;
+};
+
+struct PretrainedEncodeOptions {
+  bool add_special_tokens = true;
+  // In place of what the file says, which truncates and pads where it has them.
+  std::optional<Truncation> truncation = {};
+  std::optional<Padding> padding = {};
+};
+
+// What tokenizer_config.json and special_tokens_map.json say of the model.
+struct PretrainedConfig {
+  std::optional<std::string> bos_token, eos_token, pad_token, unk_token, cls_token, sep_token,
+      mask_token;
+  // transformers adds these tokens where a file's post-processor does not; here that alone counts.
+  std::optional<bool> add_bos_token, add_eos_token;
+  std::optional<int64_t> model_max_length;   // absent where the file means no limit
+  std::optional<std::string> chat_template;  // its text; it is not run here
+};
+
+class PretrainedTokenizer : public Tokenizer {
+ public:
+  // A folder that holds tokenizer.json, beside it perhaps tokenizer_config.json,
+  // special_tokens_map.json and chat_template.jinja. IoError, and the errors of parse().
+  static PretrainedTokenizer from_pretrained(const std::string& folder);
+  static PretrainedTokenizer from_file(const std::string& tokenizer_json);
+  // FormatError naming the file's place and remedy; UnsupportedError naming what is not known;
+  // ConfigError for a regular expression that PCRE2 does not take.
+  static PretrainedTokenizer parse(std::string_view tokenizer_json, const std::string& name);
+
+  PretrainedTokenizer(PretrainedTokenizer&&) noexcept;
+  PretrainedTokenizer& operator=(PretrainedTokenizer&&) noexcept;
+  ~PretrainedTokenizer() override;
+
+  int64_t vocab_size() const override;  // the greatest id, of added tokens too, and 1
+
+  // Ids of the text alone: no special tokens but those that the text holds, all of it, not padded.
+  using Tokenizer::encode;
+  void encode(std::string_view text, std::vector<TokenId>& ids) const override;
+
+  // With special tokens, truncated and padded. ValueError: no room for the special tokens, or for a
+  // text that the strategy may not shorten so much.
+  PretrainedEncoding encode_text(std::string_view text,
+                                 const PretrainedEncodeOptions& options = {}) const;
+  PretrainedEncoding encode_pair(std::string_view first, std::string_view second,
+                                 const PretrainedEncodeOptions& options = {}) const;
+  // A batch of texts, or of pairs (then second.size() == first.size()). ValueError if empty.
+  std::vector<PretrainedEncoding> encode_batch(std::span<const std::string> first,
+                                               std::span<const std::string> second = {},
+                                               const PretrainedEncodeOptions& options = {}) const;
+
+  // The text that the file's decoder makes. IndexError for an id without a token.
+  std::string decode(std::span<const TokenId> ids) const override;
+  std::string decode(std::span<const TokenId> ids, bool skip_special_tokens) const;
+
+  // The bytes that the token adds inside a text: "▁" is a space, <0x0A> a byte.
+  std::string_view token_bytes(TokenId id) const override;
+  std::optional<TokenId> end_of_text() const override;  // eos_token
+
+  // The id of a token as the file writes it, and the other way; nothing: there is none.
+  std::optional<TokenId> token_to_id(std::string_view token) const;
+  std::optional<std::string> id_to_token(TokenId id) const;
+
+  const PretrainedConfig& config() const;
+
+ private:
+  struct Model;
+  explicit PretrainedTokenizer(std::unique_ptr<Model> model);
+  std::unique_ptr<Model> model_;
+};
+
+}  // namespace tessera::data
