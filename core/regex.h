@@ -30,7 +30,7 @@ class Regex {
   Regex(Regex&&) noexcept;
   Regex& operator=(Regex&&) noexcept;
 
-  // Whether it matches the whole text, as Python's fullmatch. ConfigError where that takes more than
+  // Whether it matches the whole text, as Python's fullmatch. ConfigError if that takes more than
   // most_steps. Threads may share it.
   bool matches(std::string_view text) const;
   // What the group of this name, which the pattern has, matches where the pattern matches a

@@ -81,8 +81,7 @@ class Conv3d : public detail::ConvModule<Conv3d, 3> {
   }
 };
 
-// ---- Transposed
-// ----------------------------------------------------------------------------------
+// ---- Transposed ---------------------------------------------------------------------------------
 
 struct ConvTransposeLayerOptions {
   Shape stride = {1};

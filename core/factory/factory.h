@@ -46,8 +46,8 @@ Tensor tensor(std::span<const double> values, const Shape& shape, DType dtype = 
 Tensor tensor(std::span<const float> values, const Shape& shape, DType dtype = kF32);
 Tensor tensor(std::span<const int64_t> values, const Shape& shape, DType dtype = kI64);
 Tensor tensor(std::span<const int32_t> values, const Shape& shape, DType dtype = kI32);
-// Without a shape, with a dtype or none (a template, so that {} is a shape and no dtype): a list, or
-// a vector, array or span of the types above.
+// Without a shape, and optionally with a dtype, from a list, vector, array or span of the types
+// above. It is a template so that {} is a shape.
 template <std::same_as<DType>... MaybeDType>
 requires(sizeof...(MaybeDType) <= 1) Tensor
     tensor(std::initializer_list<Scalar> values, MaybeDType... dtype) {

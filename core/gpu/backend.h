@@ -51,8 +51,7 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
 // Host memory that devices read and write directly.
 Allocator& pinned_allocator();
 
-// ---- Streams and events
-// --------------------------------------------------------------------------
+// ---- Streams and events -------------------------------------------------------------------------
 
 struct StreamHandle;
 struct EventHandle;

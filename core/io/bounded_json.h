@@ -1,6 +1,5 @@
-// JSON of files that come from elsewhere: config.json, adapter_config.json, indices of shards. Bounded
-// in bytes and in depth, for what copies or shows a value of nlohmann_json calls itself for each of
-// its levels.
+// JSON of files from other programs: config.json, adapter_config.json, indices of shards. Its bytes
+// and depth are bounded, because nlohmann_json copies and shows values recursively.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,8 @@
-// The way of attention on a GPU to cuDNN (core/cuda/libraries/attention_graph.h says what it serves). Both
-// forms queue the work and say true; or do nothing and say false, where there is no library, or one
-// that does not serve the problem: then own kernels do. A mask goes along as what is added to the
-// scores. `lengths`: i32 [2, B] on the device, the query and key lengths of each sample; undefined
-// where the spec has none.
+// Attention on a GPU by cuDNN (core/cuda/libraries/attention_graph.h says what it supports). Both
+// functions queue the work and return true, or do nothing and return false if there is no library
+// or it does not support the problem; then tessera's own kernels run. A mask is passed as numbers
+// that are added to the scores. `lengths`: i32 [2, B] on the device, the query and key lengths of
+// each sample; undefined if the spec has none.
 #pragma once
 
 #include <tessera/core/kernels/attention/attention.h>

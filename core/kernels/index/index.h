@@ -1,9 +1,9 @@
-// Kernels that read or write elements by index. Everything here is deterministic: where several
-// indices name one place, they take effect in their order, whatever the number of threads.
+// Kernels that read or write elements by index. All are deterministic: several indices of one
+// element take effect in their order, whatever the number of threads.
 //
 // An index is i64 or i32; `where` is the op that errors name. An index outside its range is an
 // IndexError that names op, value, position and range. Results are contiguous. Meta tensors give
-// meta results; what depends on data is a DeviceError.
+// meta results; shapes that depend on data throw DeviceError.
 #pragma once
 
 #include <string_view>
@@ -12,15 +12,15 @@
 
 namespace tessera::kernels {
 
-// The index as contiguous i64, checked against [0, size), or [-size, size) where `negative` allows
-// it, and wrapped then. Without a copy where nothing has to change.
+// The index as contiguous i64, checked against [0, size), or if `negative` against [-size, size)
+// and wrapped. Not copied if nothing changes.
 Tensor checked_index(const Tensor& index, int64_t size, bool negative, std::string_view where);
 
 // ---- Rows. x: [B, M, A], contiguous; positions: contiguous i64 of [0, M), N of them. -----------
 // result[b, n, :] = x[b, positions[n], :]; [B, N, A]. A row is one memcpy. Any dtype.
 Tensor select_rows(const Tensor& x, const Tensor& positions);
-// x[b, positions[n], :] = source[b, n, :] in place; the last of equal positions stays. Any dtype;
-// source: [B, N, A], contiguous, of x's dtype.
+// x[b, positions[n], :] = source[b, n, :] in place; of equal positions the last one is kept. Any
+// dtype; source: [B, N, A], contiguous, of x's dtype.
 void put_rows(const Tensor& x, const Tensor& positions, const Tensor& source);
 // x[b, positions[n], :] += source[b, n, :] in place, in the order of n; sums of f16 and bf16 are
 // f32 inside and rounded once. Any dtype but fp8.
@@ -31,13 +31,12 @@ void add_rows(const Tensor& x, const Tensor& positions, const Tensor& source);
 // most x's. Any dtype.
 Tensor gather(const Tensor& x, int dim, const Tensor& index);
 // x[.., index[.., i, ..], ..] = source[.., i, ..] in place; x contiguous; source at least as large
-// as index. The last of equal ones stays. Any dtype.
+// as index. Of equal indices the last one is kept. Any dtype.
 void scatter(const Tensor& x, int dim, const Tensor& index, const Tensor& source);
-// += in order; sums as in add_rows. Any dtype but fp8.
+// As scatter, but adds in order; sums as in add_rows. Any dtype but fp8.
 void scatter_add(const Tensor& x, int dim, const Tensor& index, const Tensor& source);
 
-// ---- Masks
-// ---------------------------------------------------------------------------------------
+// ---- Masks --------------------------------------------------------------------------------------
 // Coordinates of the elements that are not 0, in row-major order: i64 [count, dims].
 Tensor nonzero(const Tensor& x);
 // The last two dimensions with what lies above (below) the diagonal set to 0. Any dtype.

@@ -1,5 +1,5 @@
-// Order along a dimension without sorting: running extrema, and places in sorted rows. Every dtype
-// but fp8; results are contiguous. On a CPU one pass; on a GPU made of elementwise kernels and
+// Order along a dimension without sorting: running extrema, and searches in sorted rows. Every
+// dtype but fp8; results are contiguous. A CPU makes one pass; a GPU uses elementwise kernels and
 // gathers, a few for each doubling of the dimension's size. Meta tensors give meta results.
 #pragma once
 
@@ -7,13 +7,13 @@
 
 namespace tessera::kernels {
 
-// Where the largest (smallest) of the elements up to each stands along `dim`: i64 of x's shape. Of
-// equals the last, and the last NaN once there is one.
+// The index along `dim` of the largest (smallest) element so far: i64 of x's shape. Of equal
+// elements it is the last, and once there is a NaN, the last NaN.
 Tensor running_extremum(const Tensor& x, int dim, bool largest);
 
-// For each value the number of elements of its row that are smaller, or not larger where `right`:
-// i64 of the shape of `values`; a NaN comes after all. sorted: [n], for all values, or [..., n]
-// beside values [..., m]; ascending, of the dtype of `values`.
+// For each value the number of elements of its row that are smaller, or not larger if `right`: i64
+// of the shape of `values`; a NaN comes last. sorted: ascending, [n] for all values, or [..., n]
+// for values [..., m]; of the dtype of `values`.
 Tensor search_sorted(const Tensor& sorted, const Tensor& values, bool right);
 
 }  // namespace tessera::kernels

@@ -39,20 +39,20 @@ Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
                               const CrossEntropyAttributes& attributes, const Tensor& statistics,
                               const Tensor& row_gradients, const Tensor& divisor);
 
-// Forward and backward at once, for callers that hold a block of rows and need it no more: writes
-// losses [N] f64 and overwrites the logits by (softmax - one_hot(target)) / divisor, zeros for
-// ignored rows. divisor: one f64 element beside the logits, or undefined for 1. Parallel over rows;
-// two passes over a row.
+// Forward and backward at once, for callers that need a block of rows no longer: writes losses [N]
+// f64 and overwrites the logits by (softmax - one_hot(target)) / divisor, zeros for ignored rows.
+// divisor: one f64 element on the logits' device, or undefined for 1. Parallel over rows; two
+// passes over a row.
 void cross_entropy_in_place(const Tensor& logits, const Tensor& targets, int64_t ignore_index,
                             const Tensor& divisor, const Tensor& losses);
 
-// Multiplies x [N, V], rows contiguous, in place by a number of its compute dtype on its device; if
-// that number is 1, as the gradient of a loss is, nothing is read or written. For a GPU, which
+// Multiplies x [N, V], rows contiguous, in place by a number of its compute dtype on its device. If
+// that number is 1, as the gradient of a loss is, no element is read or written. For a GPU, which
 // reads nothing back.
 void scale_unless_one(const Tensor& x, const Tensor& factor);
 
-// The distribution q[N, V] that the rows are compared with: d loss / d logits = row_sum(q) *
-// softmax - q. In the compute dtype of `like`; for gradients of gradients.
+// The target distribution q[N, V]: d loss / d logits = row_sum(q) * softmax - q. In the compute
+// dtype of `like`; for gradients of gradients.
 Tensor cross_entropy_distribution(const Tensor& like, const Tensor& targets,
                                   const CrossEntropyAttributes& attributes);
 

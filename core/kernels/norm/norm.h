@@ -21,8 +21,7 @@ namespace tessera::kernels {
 
 inline constexpr int64_t kNormRows = 64;
 
-// ---- layer_norm, rms_norm: x seen as (rows, columns)
-// ---------------------------------------------
+// ---- layer_norm, rms_norm: x seen as (rows, columns) --------------------------------------------
 
 struct RowNorm {
   Tensor sum;  // x + residual, rounded to x's dtype; undefined without a residual
@@ -65,8 +64,7 @@ RowNormGradients row_norm_backward(const Tensor& dy, const Tensor& dsum, const T
                                    const Tensor& rstd, const bool (&wanted)[3],
                                    const RowNormBackwardOptions& options = {});
 
-// ---- group_norm, batch_norm: x seen as (N, C, S)
-// -------------------------------------------------
+// ---- group_norm, batch_norm: x seen as (N, C, S) ------------------------------------------------
 
 // y = (x - mean) rstd weight + bias, where mean and rstd are [N * groups] (group_norm) or [C]
 // (batch_norm: groups = 0), in the compute dtype.
