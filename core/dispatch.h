@@ -89,7 +89,7 @@ inline constexpr bool is_narrow_float = std::is_same_v<T, bf16> || std::is_same_
 
 namespace detail {
 
-// Truncates towards zero; numbers outside the range end at its nearest limit and NaN gives 0, so
+// Truncates toward zero; numbers outside the range end at its nearest limit and NaN gives 0, so
 // that host and device agree where the language leaves the result open.
 template <class Int, class Float>
 TS_HD Int truncate_to(Float value) {

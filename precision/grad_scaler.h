@@ -53,7 +53,7 @@ struct GradScalerOptions {
   int64_t growth_interval = 2000;
   bool enabled = true;  // false: every call passes through, scale 1, without checks
   // A scale below it is an error: gradients that overflow even then are not finite at any scale,
-  // and steps would be skipped for ever.
+  // and steps would be skipped forever.
   double min_scale = 0x1p-32;
   int64_t hysteresis = 1;               // overflows until the scale falls; 1 with on_device
   bool consecutive_hysteresis = false;  // an update without overflow restarts that count

@@ -343,8 +343,8 @@ class RowShards final : public ParamGroup {
   std::shared_ptr<Group> near_;
   Tensor near_part_;  // [ranks x part / near ranks]: of the last gather, for the next one
   Tensor part_;       // [part]: the shards one behind the other
-  // Of parts on the host: the device's copy (OffloadPolicy::kOptimizer), and the parts as they
-  // travel where that is not as they lie; each of the versions beside it.
+  // For parts on the host: the device's copy (OffloadPolicy::kOptimizer), and the parts in the form
+  // in which they are sent, if that differs; each is of the versions in its vector.
   Tensor device_part_, packed_;
   std::vector<uint32_t> device_part_versions_, packed_versions_;
   Travel packed_way_;

@@ -29,7 +29,7 @@ class PipelineStage {
   // the next stage takes, 1 to 8 tensors of at most 8 dimensions, alike for all micro-batches; the
   // last stage one scalar, the loss. Gradients come back of those that require them.
   virtual std::vector<Tensor> forward(int micro, std::span<const Tensor> inputs) = 0;
-  // Of its parameters, where ranks hold parts of them, and of their gradients.
+  // For stages whose parameters are sharded: gather and release parameters, reduce gradients.
   virtual void gather() {}
   virtual void release() {}
   virtual void reduce() {}

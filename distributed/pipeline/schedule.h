@@ -102,10 +102,10 @@ using Costs = std::function<double(const Action&)>;
 double unit_cost(const Action& action);
 
 struct LoweringOptions {
-  // Receives and gathers are issued before so many more of the rank's calculations than they need
-  // to be, where that keeps the order of their queue.
+  // Receives and gathers are issued this many calculations of the rank before they are needed, if
+  // that keeps the order of their queue.
   int ahead = 1;
-  // Of calculations, above 0: they choose the total order, and no run depends on them.
+  // The costs of calculations, above 0. They choose the total order; results do not depend on them.
   Costs costs = unit_cost;
 };
 // `computes`: a schedule without messages. ScheduleError, ValueError for a lowered one.
@@ -116,8 +116,8 @@ struct Timing {
     double start = 0, end = 0;
   };
   std::vector<std::vector<Span>> spans;  // of each action of each row; of both ends of a message
-  // Of each rank: the most (stage, micro-batch) at a time whose forward has begun and whose
-  // backward has not ended.
+  // For each rank the largest number of (stage, micro-batch) pairs at a time whose forward has
+  // begun and whose backward has not ended.
   std::vector<int> live_activations;
   double seconds = 0;  // until the last calculation has ended
   double bubble = 0;   // share of these seconds in which a rank calculates nothing, over all ranks
@@ -128,7 +128,7 @@ struct Timing {
 // inputs and gradients of weights come by ascending micro-batches in each stage (random numbers,
 // and the bits of sums); each has its inputs; sends follow what they send; both ends of each pair
 // of ranks have one order of messages; parameters are there while they are used; a reduction comes
-// after the last gradient. ScheduleError, also where ranks would wait for ever.
+// after the last gradient. ScheduleError, also if ranks would wait forever.
 Timing simulate(const Schedule& schedule, const Costs& costs = unit_cost);
 
 }  // namespace tessera::distributed

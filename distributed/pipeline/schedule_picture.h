@@ -8,9 +8,9 @@
 
 namespace tessera::distributed {
 
-// SVG. A box for each calculation, as long as it takes, with the number of its micro-batch and its
-// colour; what is grey is the bubble, whose share stands in the title behind `name` (plain letters).
-// On the right of a row stand the live activations of the rank. Throws what simulate() does.
+// An SVG with a box for each calculation, as long as it takes, with the number and the color of its
+// micro-batch. Gray is the bubble, whose share follows `name` (plain letters) in the title. On the
+// right of a row are the rank's live activations. Throws what simulate() does.
 std::string schedule_picture(const Schedule& schedule, std::string_view name,
                              const Costs& costs = unit_cost);
 

@@ -27,7 +27,7 @@
 namespace tessera::distributed {
 
 struct ConvertOptions {
-  // Of the dimension that x is a chunk of, when whole. Absent: all chunks are as long as x's.
+  // The whole length of the dimension that x has a chunk of. Absent: all chunks are as long as x's.
   std::optional<int64_t> length = {};
   // Chunks of a dimension that does not divide differ in length (chunk_of in mesh/placement.h), and
   // the way back needs `length`. Without it ShapeError.

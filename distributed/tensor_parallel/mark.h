@@ -40,7 +40,7 @@ struct Mark {
   friend bool operator==(const Mark&, const Mark&) = default;
 };
 
-// Of the gradient.
+// The mark of the gradient.
 constexpr Mark dual(const Mark& mark) {
   if (mark.is_replicated()) return Mark::summand();
   if (mark.is_summand()) return Mark::replicated();

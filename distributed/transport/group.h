@@ -142,7 +142,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Work recv(const Tensor& tensor, int peer, int tag = 0,
             const CollectiveOptions& options = {.channel = Channel::kPeer});
   // Messages to and from any peers as one operation, none of which waits for another: two ranks may
-  // exchange tensors of any size, where on GPUs a send before a recv on both would wait for ever.
+  // exchange tensors of any size, where on GPUs a send before a recv on both would wait forever.
   // They match sends, recvs and exchanges of other ranks; there is one Work for all. If an argument
   // is wrong nothing is sent: this rank gets a typed error, and every peer that it named a
   // DistributedError. On GPUs, where messages between two ranks match in the order of issue, an

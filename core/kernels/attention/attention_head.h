@@ -39,7 +39,7 @@ inline bool reads_in_place(const AttentionProblem& p) {
   return p.T <= kFewQueries && (p.key.column_stride == 1 || p.E == 1) &&
          (p.value.column_stride == 1 || p.Ev == 1);
 }
-// Of the (H / Hk) T queries that share a key head.
+// Rows at once of the (H / Hk) T queries that share a key head.
 inline constexpr int64_t kRowsAtOnce = 32;
 
 TS_SIMD_DECLARE(int64_t attention_scratch_bytes(const AttentionProblem& problem, bool backward));

@@ -148,7 +148,7 @@ struct MagnitudeOf {
   // 2^kLowestBit.
   TS_HD static constexpr uint64_t least_above(int unit) {
     if (kIsDouble && unit <= kLowestBit) return 0;
-    // Division towards +infinity. An exponent field of 0 counts as 1.
+    // Division toward +infinity. An exponent field of 0 counts as 1.
     const int exponent =
         kIsDouble ? (unit + 52 + 4097) / 2 - 2048 : (unit + 4097) / 2 - 2048 + kPrecision;
     return exponent + kBias <= 1 ? 0 : static_cast<uint64_t>(exponent + kBias) << kFractionBits;
