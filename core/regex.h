@@ -15,16 +15,16 @@ namespace tessera {
 
 struct RegexOptions {
   bool unicode = false;  // \d and caseless letters by Unicode's properties
-  // Of one match: some milliseconds; names of modules take some hundred.
+  // The limit for one match takes some milliseconds; names of modules need some hundred steps.
   uint32_t most_steps = 100'000;
-  // For for_each_match() in long texts: machine code where PCRE2 makes it, texts are not checked.
+  // For for_each_match() in long texts: uses machine code if PCRE2 can, and does not check UTF-8.
   bool many_matches = false;
 };
 
 class Regex {
  public:
-  // A name says where the pattern comes from, in errors. ConfigError: no regular expression, or one
-  // of more than 4096 bytes, 64 levels of parentheses or 64 KiB when it is compiled.
+  // Errors name the pattern by `name`. ConfigError if it is not a regular expression, or has more
+  // than 4096 bytes, 64 levels of parentheses or 64 KiB when compiled.
   Regex(std::string_view pattern, std::string name, const RegexOptions& options = {});
   ~Regex();
   Regex(Regex&&) noexcept;
@@ -33,11 +33,11 @@ class Regex {
   // Whether it matches the whole text, as Python's fullmatch. ConfigError if that takes more than
   // most_steps. Threads may share it.
   bool matches(std::string_view text) const;
-  // What the group of this name, which the pattern has, matches where the pattern matches a
-  // beginning of the text (Python's match); nothing where it does not.
+  // The text of the named group, which must exist, if the pattern matches a beginning of the text
+  // (Python's match); otherwise nothing.
   std::optional<std::string> group(std::string_view text, const char* name) const;
-  // Calls visit(begin, end) for each match in the text, from the left; they do not overlap. An empty
-  // match where the last one ended is passed over. The text must be valid UTF-8. ConfigError as above.
+  // Calls visit(begin, end) for each match from the left, without overlap. An empty match at the
+  // end of the previous one is skipped. The text must be valid UTF-8. ConfigError as above.
   void for_each_match(std::string_view text,
                       const std::function<void(size_t, size_t)>& visit) const;
 

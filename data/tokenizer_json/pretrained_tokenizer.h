@@ -5,10 +5,10 @@
 //     encoding.ids;      // 128000, 9906, 1917: with <|begin_of_text|>, as the file says
 //     encoding.offsets;  // [0, 0), [0, 5), [5, 11): characters of the text
 //
-// It gives the ids, offsets and texts of the tokenizers package (docs/data.md has the kinds of
-// normalizers, pre-tokenizers, models, post-processors and decoders). What a file asks for and is
-// not known is an UnsupportedError that names it: no other ids come of it. Bytes that are not UTF-8
-// count as U+FFFD. Unicode's properties are ICU's, and the package's where those are older.
+// It gives the ids, offsets and texts of the tokenizers package (docs/data.md lists the supported
+// normalizers, pre-tokenizers, models, post-processors and decoders). An unsupported setting of a
+// file is an UnsupportedError that names it, so that no other ids come out. Bytes that are not
+// UTF-8 count as U+FFFD. Unicode's properties are ICU's, or the package's if those are older.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,8 @@
 
 namespace tessera::data {
 
-// Characters (code points) [begin, end) of the text, where bytes that are not UTF-8 are a U+FFFD.
+// Characters (code points) [begin, end) of the text; each byte that is not UTF-8 counts as one
+// U+FFFD.
 struct TokenOffset {
   int64_t begin = 0, end = 0;
   bool operator==(const TokenOffset&) const = default;
@@ -56,16 +57,16 @@ struct Padding {
 
 struct PretrainedEncodeOptions {
   bool add_special_tokens = true;
-  // In place of what the file says, which truncates and pads where it has them.
+  // Overrides the file's settings of truncation and padding.
   std::optional<Truncation> truncation = {};
   std::optional<Padding> padding = {};
 };
 
-// What tokenizer_config.json and special_tokens_map.json say of the model.
+// What tokenizer_config.json and special_tokens_map.json define for the model.
 struct PretrainedConfig {
   std::optional<std::string> bos_token, eos_token, pad_token, unk_token, cls_token, sep_token,
       mask_token;
-  // transformers adds these tokens where a file's post-processor does not; here that alone counts.
+  // transformers adds these tokens if a file's post-processor does not; here only the file counts.
   std::optional<bool> add_bos_token, add_eos_token;
   std::optional<int64_t> model_max_length;   // absent where the file means no limit
   std::optional<std::string> chat_template;  // its text; it is not run here
@@ -73,12 +74,12 @@ struct PretrainedConfig {
 
 class PretrainedTokenizer : public Tokenizer {
  public:
-  // A folder that holds tokenizer.json, beside it perhaps tokenizer_config.json,
-  // special_tokens_map.json and chat_template.jinja. IoError, and the errors of parse().
+  // A folder with tokenizer.json and optionally tokenizer_config.json, special_tokens_map.json and
+  // chat_template.jinja. IoError, and the errors of parse().
   static PretrainedTokenizer from_pretrained(const std::string& folder);
   static PretrainedTokenizer from_file(const std::string& tokenizer_json);
-  // FormatError naming the file's place and remedy; UnsupportedError naming what is not known;
-  // ConfigError for a regular expression that PCRE2 does not take.
+  // FormatError naming the file's place and remedy; UnsupportedError naming an unsupported setting;
+  // ConfigError for a regular expression that PCRE2 refuses.
   static PretrainedTokenizer parse(std::string_view tokenizer_json, const std::string& name);
 
   PretrainedTokenizer(PretrainedTokenizer&&) noexcept;
@@ -87,17 +88,17 @@ class PretrainedTokenizer : public Tokenizer {
 
   int64_t vocab_size() const override;  // the greatest id, of added tokens too, and 1
 
-  // Ids of the text alone: no special tokens but those that the text holds, all of it, not padded.
+  // Ids of the text alone: no special tokens except those in the text, not truncated, not padded.
   using Tokenizer::encode;
   void encode(std::string_view text, std::vector<TokenId>& ids) const override;
 
-  // With special tokens, truncated and padded. ValueError: no room for the special tokens, or for a
-  // text that the strategy may not shorten so much.
+  // With special tokens, truncated and padded. ValueError if there is no room for the special
+  // tokens, or the strategy may not shorten a text enough.
   PretrainedEncoding encode_text(std::string_view text,
                                  const PretrainedEncodeOptions& options = {}) const;
   PretrainedEncoding encode_pair(std::string_view first, std::string_view second,
                                  const PretrainedEncodeOptions& options = {}) const;
-  // A batch of texts, or of pairs (then second.size() == first.size()). ValueError if empty.
+  // For a batch of texts or of pairs (then second.size() == first.size()). ValueError if empty.
   std::vector<PretrainedEncoding> encode_batch(std::span<const std::string> first,
                                                std::span<const std::string> second = {},
                                                const PretrainedEncodeOptions& options = {}) const;
@@ -110,7 +111,7 @@ class PretrainedTokenizer : public Tokenizer {
   std::string_view token_bytes(TokenId id) const override;
   std::optional<TokenId> end_of_text() const override;  // eos_token
 
-  // The id of a token as the file writes it, and the other way; nothing: there is none.
+  // The id of a token as the file writes it, and the reverse; absent if there is none.
   std::optional<TokenId> token_to_id(std::string_view token) const;
   std::optional<std::string> id_to_token(TokenId id) const;
 
