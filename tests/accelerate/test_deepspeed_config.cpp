@@ -439,6 +439,22 @@ TEST(DeepSpeedFile, NamesTheKeyWhoseValueCannotBe) {
   }
 }
 
+TEST(DeepSpeedFile, TakesTheBoundsThemselves) {
+  struct Case {
+    const char *path, *taken, *refused;
+  };
+  for (const Case& one :
+       {Case{"fp16.initial_scale_power", "0", "-1"}, Case{"fp16.initial_scale_power", "99", "100"},
+        Case{"fp16.loss_scale", "0", "-1"}, Case{"zero_optimization.stage", "0", "-1"},
+        Case{"zero_optimization.stage", "3", "4"}, Case{"gradient_clipping", "0", "-1"},
+        Case{"train_batch_size", "1", "0"}, Case{"train_batch_size", "1000000000", "1000000001"},
+        Case{"gradient_accumulation_steps", "1", "0"}}) {
+    SCOPED_TRACE(one.path);
+    EXPECT_NO_THROW(read(object_of(one.path, one.taken))) << one.taken;
+    EXPECT_THROW(read(object_of(one.path, one.refused)), ConfigError) << one.refused;
+  }
+}
+
 TEST(DeepSpeedFile, IsOneObjectWithoutRepeatedKeys) {
   for (const char* json : {"", "[]", "{", "{\"a\": }", "{\"train_batch_size\": 1} 2"}) {
     EXPECT_TRUE(mentions(message_of<FormatError>([&] { read(json); }), "ds.json")) << json;
