@@ -428,6 +428,25 @@ TEST(ClippedGradients, AreNotReadAgainForTheLossScaler) {
   }));
 }
 
+// A norm of one group says nothing of the others.
+TEST(ClippedGradients, OfEveryGroupHaveToBeKnown) {
+  const Line line(8);
+  const auto [x, y] = line.rows(0, 8);
+  for (const bool all : {false, true}) {
+    Accelerator accelerator(
+        {.mixed_precision = Precision::kFP16, .loss_scale = {.init_scale = 1024}});
+    Regression model;
+    using Group = optim::ParameterGroup<optim::SGDOptions>;
+    optim::SGD optimizer({Group{{{"a", model.a}}, {.lr = 1}}, Group{{{"b", model.b}}, {.lr = 1}}});
+    accelerator.prepare(model, optimizer);
+    accelerator.backward(squared_error(model(x), y));
+    accelerator.clip_grad_norm(all ? TensorList{model.a, model.b} : TensorList{model.a}, 0.01);
+    model.b.grad().data_as<float>()[0] = std::numeric_limits<float>::infinity();
+    optimizer.step();
+    EXPECT_EQ(accelerator.optimizer_step_was_skipped(), !all);
+  }
+}
+
 // No pass over them: the next step reads them with the factor.
 TEST(ClippedGradients, KeepTheirValuesUntilTheStep) {
   const Line line(8);

@@ -383,6 +383,15 @@ TEST(Fp8Matmul, TakesAnyScalesAcrossTheSumAndPowersOfTwoAlongIt) {
   EXPECT_NE(message.find("powers of two"), std::string::npos) << message;
 }
 
+TEST(Fp8Matmul, RefusesOperandsThatDoNotFit) {
+  const Quantized a = quantize(random({16, 32}), {}), b = quantize(random({48, 16}), {});
+  EXPECT_THROW(kernels::fp8_matmul({a}, {b}, kF32), ShapeError);
+  EXPECT_THROW(kernels::fp8_matmul({a, true}, {b}, kF32), ShapeError);
+  EXPECT_THROW(kernels::fp8_matmul({a}, {b, true}, kF32), ShapeError);
+  EXPECT_EQ(kernels::fp8_matmul({a, true}, {b, true}, kF32).shape(), Shape({32, 48}));
+  EXPECT_THROW(kernels::fp8_matmul({a, true}, {b, true}, kF64), DTypeError);
+}
+
 TEST(Fp8Matmul, BitsDoNotDependOnThreads) {
   manual_seed(11);
   const Quantized a = quantize(random({96, 128}), {kF8E4M3, ScaleTile::row()});

@@ -59,6 +59,10 @@ TEST(Policy, HasNamesAndSaysWhatItIs) {
        {"no", "f32", "bf16", "fp16", "bf16-pure", "fp16-pure", "bf16-boundary", "fp16-boundary"}) {
     EXPECT_NO_THROW(check(policy_named(name))) << name;
   }
+  for (const Policy& policy : {Policy{.parameter = kI64}, Policy{.compute = kI32},
+                               Policy{.gradient = kBool}, Policy{.output = kU8}}) {
+    EXPECT_THROW(check(policy), ConfigError) << describe(policy);
+  }
 }
 
 // Accelerate turns fp8 into fp16 where the hardware cannot, with a warning.
