@@ -4,12 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <csignal>
 #include <filesystem>
 #include <set>
 #include <string>
 #include <vector>
 
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/error.h>
@@ -451,6 +454,25 @@ TEST_F(Durability, ShardsOfAModelAreReplacedAllOrNone) {
       EXPECT_EQ(value_of_model(path("out")), 3.0);
     }
   }
+}
+
+// Whether a process is there is asked, and does nothing to it.
+TEST_F(Durability, WhatALivingProcessIsSavingStays) {
+  const pid_t other = ::fork();
+  if (other == 0) {
+    for (;;) ::pause();
+  }
+  const std::string folder = path("out/.saving-" + std::to_string(other) + "-abcdef");
+  fs::create_directories(folder);
+  save_weights(weights_of(1), path("out"), {.max_shard_size = "40B"});
+  EXPECT_TRUE(fs::exists(folder));
+  ::usleep(20'000);
+  int status = 0;
+  EXPECT_EQ(::waitpid(other, &status, WNOHANG), 0) << "it ended with status " << status;
+  ::kill(other, SIGKILL);
+  ::waitpid(other, &status, 0);
+  save_weights(weights_of(2), path("out"), {.max_shard_size = "40B"});
+  EXPECT_FALSE(fs::exists(folder));
 }
 
 TEST_F(Durability, AKilledSaveOfShardsIsSavedOverAndWhatItLeftGoes) {

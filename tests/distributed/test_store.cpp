@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -383,6 +384,15 @@ TEST(TcpStore, AGreetingLongerThanAnyOfOursEndsTheConnectionBeforeItIsRead) {
   ASSERT_EQ(send_all(socket.get(), size, Clock::now() + kLong), Transfer::kDone);
   char answer;
   EXPECT_EQ(receive_exact(socket.get(), &answer, 1, Clock::now() + kLong), Transfer::kClosed);
+}
+
+// Of processor time, which nobody else takes: 0.2 s here if it asked without end.
+TEST(TcpStore, AnIdleServerSleeps) {
+  TcpStoreServer server({"127.0.0.1", 0, "secret"});
+  const auto store = TcpStore::connect(address_of(server), kLong);
+  const std::clock_t before = std::clock();
+  std::this_thread::sleep_for(200ms);
+  EXPECT_LT(std::clock() - before, CLOCKS_PER_SEC / 20);
 }
 
 // Nor may many of them keep others out.
