@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/factory/factory.h>
@@ -10,36 +9,78 @@
 
 namespace tessera::nn::models {
 
+namespace {
+
+// Tokens from the most likely on, with their weights. A heap hands them out one after the other, as
+// many as are asked for, where a sort would order the whole vocabulary.
+class Ranking {
+ public:
+  struct Token {
+    int64_t id;
+    double weight;
+  };
+
+  Ranking(std::span<const float> logits, double temperature) : rate_(1 / temperature) {
+    heap_.reserve(logits.size());
+    for (const float logit : logits) heap_.push_back({logit, static_cast<int32_t>(heap_.size())});
+    std::make_heap(heap_.begin(), heap_.end());
+    largest_ = heap_.front().logit;
+  }
+
+  double weight(float logit) const { return std::exp((logit - largest_) * rate_); }
+
+  const Token& operator[](size_t rank) {
+    while (taken_.size() <= rank) {
+      std::pop_heap(heap_.begin(), heap_.end());
+      taken_.push_back({heap_.back().id, weight(heap_.back().logit)});
+      heap_.pop_back();
+    }
+    return taken_[rank];
+  }
+
+ private:
+  struct Candidate {
+    float logit;
+    int32_t id;
+    bool operator<(const Candidate& other) const {
+      return logit != other.logit ? logit < other.logit : id > other.id;
+    }
+  };
+  double rate_, largest_;
+  std::vector<Candidate> heap_;
+  std::vector<Token> taken_;
+};
+
+}  // namespace
+
 int64_t sample(std::span<const float> logits, const GenerateOptions& options, int64_t position) {
   if (options.temperature == 0) return std::ranges::max_element(logits) - logits.begin();
-  std::vector<int64_t> order(logits.size());
-  std::iota(order.begin(), order.end(), int64_t{0});
-  const auto logit = [&](int64_t id) { return logits[static_cast<size_t>(id)]; };
-  std::ranges::stable_sort(order, std::greater(), logit);
-  if (options.top_k > 0 && options.top_k < static_cast<int64_t>(order.size())) {
-    order.resize(static_cast<size_t>(options.top_k));
-  }
-  std::vector<double> weights;
-  double total = 0;
-  for (const int64_t id : order) {
-    weights.push_back(
-        std::exp((static_cast<double>(logit(id)) - logit(order[0])) / options.temperature));
-    total += weights.back();
-  }
-  // The token that crosses top_p still takes part.
+  Ranking ranking(logits, options.temperature);
+  size_t count = logits.size();
   double kept = 0;
-  size_t count = 0;
-  while (count < weights.size() && (count == 0 || kept < options.top_p * total)) {
-    kept += weights[count++];
+  if (options.top_k > 0 && static_cast<size_t>(options.top_k) < count) {
+    count = static_cast<size_t>(options.top_k);
+    for (size_t i = 0; i < count; ++i) kept += ranking[i].weight;
+  } else {
+    for (const float logit : logits) kept += ranking.weight(logit);
+  }
+  if (options.top_p < 1) {
+    // The token that crosses top_p still takes part.
+    const double wanted = options.top_p * kept;
+    size_t rank = 0;
+    for (kept = 0; rank < count && (rank == 0 || kept < wanted); ++rank) {
+      kept += ranking[rank].weight;
+    }
+    count = rank;
   }
   constexpr uint64_t kStream = uint64_t{0x5A11} << 40;
   const auto bits = philox4x32(options.seed, kStream, static_cast<uint64_t>(position));
   double threshold = uniform_from_bits64(bits[0], bits[1]) * kept;
   for (size_t i = 0; i + 1 < count; ++i) {
-    threshold -= weights[i];
-    if (threshold < 0) return order[i];
+    threshold -= ranking[i].weight;
+    if (threshold < 0) return ranking[i].id;
   }
-  return order[count - 1];
+  return ranking[count - 1].id;
 }
 
 void check_request(std::span<const int64_t> prompt, const GenerateOptions& options) {

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <numeric>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state/safetensors.h>
@@ -187,6 +189,44 @@ TEST(Gpt2, SamplingFollowsTemperatureTopKAndTopP) {
     EXPECT_TRUE(of_two == 1 || of_two == 3);
     EXPECT_EQ(sample(logits, {.top_p = 0.01}, i), 1);
     EXPECT_NE(sample(logits, {.top_p = 0.9}, i), 0);
+  }
+}
+
+// The same token as a walk down the sorted vocabulary finds.
+TEST(Gpt2, SamplingRanksTokensAsASortDoes) {
+  std::vector<float> logits;
+  for (int i = 0; i < 500; ++i) logits.push_back(static_cast<float>(i * 37 % 101) / 16);  // ties
+  std::vector<size_t> order(logits.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::ranges::stable_sort(order, std::greater(), [&](size_t id) { return logits[id]; });
+  const auto rank_of = [&](int64_t id) {
+    return std::ranges::find(order, static_cast<size_t>(id)) - order.begin();
+  };
+  for (const GenerateOptions& options :
+       {GenerateOptions{}, GenerateOptions{.top_k = 7}, GenerateOptions{.top_p = 0.5},
+        GenerateOptions{.temperature = 3, .top_k = 100, .top_p = 0.8},
+        GenerateOptions{.top_k = 1000}}) {
+    const size_t most = options.top_k > 0 ? static_cast<size_t>(options.top_k) : order.size();
+    std::vector<double> weights;
+    for (size_t i = 0; i < std::min(most, order.size()); ++i) {
+      weights.push_back(std::exp(logits[order[i]] / options.temperature));
+    }
+    const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+    double kept = 0;
+    size_t count = 0;
+    while (count < weights.size() && kept < options.top_p * total) kept += weights[count++];
+    std::ptrdiff_t most_seen = 0;
+    double sum = 0, expected = 0;
+    constexpr int kDraws = 2000;
+    for (int i = 0; i < kDraws; ++i) {
+      const auto rank = rank_of(sample(logits, options, i));
+      most_seen = std::max(most_seen, rank);
+      sum += static_cast<double>(rank);
+    }
+    for (size_t i = 0; i < count; ++i) expected += static_cast<double>(i) * weights[i] / kept;
+    EXPECT_LT(most_seen, static_cast<std::ptrdiff_t>(count));
+    // The mean of kDraws ranks, whose deviation is below their largest.
+    EXPECT_NEAR(sum / kDraws, expected, 4 * static_cast<double>(count) / std::sqrt(kDraws));
   }
 }
 
