@@ -279,6 +279,11 @@ typename P::Sum softmax_row(const AttentionProblem& p, const RowBuffers<P>& buff
   constexpr int64_t kLanes = RowBuffers<P>::kLanes;
   const A scale = static_cast<A>(p.scale);
   const int64_t visible = p.causal && t + 1 < keys ? t + 1 : keys, padded = round_up(keys, 64);
+  A most[kLanes], sums[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) {
+    most[i] = -infinity<A>();
+    sums[i] = 0;
+  }
   if (p.has_mask) {
     read_mask(p, batch, head, t, 0, keys, buffers.bias, 1);
     for (int64_t s = 0; s < keys; ++s) row[s] = row[s] * scale + buffers.bias[s];
@@ -286,12 +291,8 @@ typename P::Sum softmax_row(const AttentionProblem& p, const RowBuffers<P>& buff
     for (int64_t s = 0; s < keys; ++s) row[s] *= scale;
   }
   for (int64_t s = visible; s < padded; ++s) row[s] = -infinity<A>();
-  A most[kLanes], sums[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i) {
-    most[i] = -infinity<A>();
-    sums[i] = 0;
-  }
   for (int64_t s = 0; s < padded; s += kLanes) {
+#pragma GCC unroll 1
     for (int64_t i = 0; i < kLanes; ++i) most[i] = row[s + i] > most[i] ? row[s + i] : most[i];
   }
   A maximum = -infinity<A>(), sum = 0;

@@ -274,8 +274,9 @@ void dot_rows(int64_t m, int64_t n, int64_t k, const typename P::Left* a, int64_
 template <class P, int kSteps>
 __attribute__((noinline)) void spread_tile(int64_t m, int64_t n, const typename P::Left* a,
                                            int64_t a_stride, const typename P::Right* b,
-                                           int64_t b_stride, int64_t depth, typename P::Sum* sums,
-                                           int64_t sums_stride, bool accumulate) {
+                                           int64_t b_stride, int64_t depth, int64_t ahead,
+                                           typename P::Sum* sums, int64_t sums_stride,
+                                           bool accumulate) {
   using V = Vec<typename P::Sum>;
   for (int64_t j = 0; j < n; j += 2 * V::kWidth) {
     typename P::Register right[kSteps][2];
@@ -286,9 +287,9 @@ __attribute__((noinline)) void spread_tile(int64_t m, int64_t n, const typename 
       right[s][0] = P::across(rows, b_stride, row_count, n - j);
       right[s][1] = P::across(rows + V::kWidth, b_stride, row_count, n - j - V::kWidth);
       for (int q = 0; q < P::kSpread; ++q) {
-        __builtin_prefetch(rows + (kSteps * P::kSpread + q) * b_stride);
+        __builtin_prefetch(rows + (ahead + q) * b_stride);
         if (sizeof(*b) * V::kWidth > 32) {
-          __builtin_prefetch(rows + (kSteps * P::kSpread + q) * b_stride + V::kWidth);
+          __builtin_prefetch(rows + (ahead + q) * b_stride + V::kWidth);
         }
       }
     }
@@ -320,13 +321,15 @@ void spread_rows(int64_t m, int64_t n, int64_t k, const typename P::Left* a, int
   const int64_t most_columns = m <= 8 ? 512 : 4096 / m / 16 * 16;
   for (int64_t j = 0; j < n; j += most_columns) {
     const int64_t columns = n - j < most_columns ? n - j : most_columns;
+    const int64_t step_bytes = kDepth * columns * static_cast<int64_t>(sizeof(*b));
+    const int64_t ahead = kDepth * ((kBytesAhead + step_bytes - 1) / step_bytes);
     int64_t i = 0;
     for (; i + kDepth <= k; i += kDepth) {
       spread_tile<P, kSteps>(m, columns, a + i, a_stride, b + i * b_stride + j, b_stride, kDepth,
-                             sums + j, sums_stride, i > 0);
+                             ahead, sums + j, sums_stride, i > 0);
     }
     for (; i < k; i += P::kSpread) {
-      spread_tile<P, 1>(m, columns, a + i, a_stride, b + i * b_stride + j, b_stride, k - i,
+      spread_tile<P, 1>(m, columns, a + i, a_stride, b + i * b_stride + j, b_stride, k - i, ahead,
                         sums + j, sums_stride, i > 0);
     }
   }
