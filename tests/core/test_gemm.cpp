@@ -216,7 +216,8 @@ TEST(Gemm, FewRowsMatchF64InAllLayouts) {
 template <class T>
 void expect_same_bits_alone(Layout layout_b) {
   constexpr int64_t n = 75, k = 1021;
-  const Matrix<T> a(16, k, Layout::kRowMajor, 1), b(k, n, layout_b, 2);
+  Matrix<T> a(16, k, Layout::kRowMajor, 1);
+  const Matrix<T> b(k, n, layout_b, 2);
   const auto rows_from = [&](int64_t first, int64_t rows) {
     std::vector<T> c(static_cast<size_t>(rows * n));
     gemm({.m = rows,
@@ -236,6 +237,10 @@ void expect_same_bits_alone(Layout layout_b) {
     EXPECT_EQ(std::memcmp(alone.data(), all.data() + first * n, alone.size() * sizeof(T)), 0)
         << name_of(dtype_of<T>) << " rows " << first << " to " << first + rows;
   }
+  a.data[8 * k] = store<T>(NAN);  // the next number in memory after row 7
+  const std::vector<T> poisoned = rows_from(0, 16);
+  EXPECT_EQ(std::memcmp(poisoned.data(), all.data(), 8 * n * sizeof(T)), 0)
+      << name_of(dtype_of<T>) << " beside NaN";
 }
 TEST(Gemm, RowsHaveTheSameBitsAloneAndAmongFew) {
   for (Layout layout : {Layout::kRowMajor, Layout::kColumnMajor}) {
