@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <type_traits>
 
 #if defined(TESSERA_WITH_ONEDNN)
 #include <dnnl.h>
@@ -370,8 +371,18 @@ void convert_rows(const Gemm& p, const RowsProblem& rows, DType dtype, int64_t s
                               (rows.a_offsets ? rows.a_offsets[row / rows.m] : 0) +
                               row % rows.m * rows.a.row_stride;
         Left* const to = reinterpret_cast<Left*>(target) + row * stride;
-        for (int64_t k = 0; k < p.k; ++k) {
-          to[k] = store<Left>(load<Compute<Left>>(from[k * rows.a.column_stride]));
+        const auto convert = [](T x) { return store<Left>(load<Compute<Left>>(x)); };
+        const int64_t step = rows.a.column_stride;
+        if constexpr (std::is_same_v<T, Left>) {
+          if (step == 1) {
+            std::memcpy(to, from, static_cast<size_t>(p.k) * sizeof(T));
+            continue;
+          }
+        }
+        if (step == 1) {
+          for (int64_t k = 0; k < p.k; ++k) to[k] = convert(from[k]);
+        } else {
+          for (int64_t k = 0; k < p.k; ++k) to[k] = convert(from[k * step]);
         }
       }
     });
@@ -382,7 +393,7 @@ void gemm_by_rows(const Gemm& p, const RowsProblem& rows) {
   constexpr int64_t kMostSums = 16384;  // at a time: they stay in L2
   constexpr int64_t kLeastWork = 32768;
   // Rows at multiples of this many bytes fall into the same sets of a cache.
-  constexpr int64_t kSets = 1024, kPadding = 16;
+  constexpr int64_t kSets = 2048, kPadding = 16;
   const DType sum_dtype = p.dtype == kF64 ? kF64 : kF32;
   const bool in_pairs = p.dtype == kBF16 && rounds_bf16();
   const DType left_dtype = in_pairs ? kBF16 : sum_dtype;
