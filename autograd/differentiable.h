@@ -30,6 +30,7 @@
 
 #include <tessera/autograd/mark_rules.h>
 #include <tessera/autograd/op.h>
+#include <tessera/core/context.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
@@ -42,9 +43,16 @@ inline void check_defined(const Op& op, const char* name, const Tensor& x) {
 }
 
 // For an argument that is none of the inputs below, or that is read before they are checked: it
-// must be on x's device.
+// must be whole, no part of another tensor (mark_rules.h), ...
+inline void check_beside(const Op& op, const char* name, const Tensor& given) {
+  if (!given.defined() || given.impl()->marks == 0) return;
+  const MarkRules* rules = Context::current().slot<MarkRulesSlot>().rules;
+  if (rules != nullptr) rules->check_whole(op, name, given);
+}
+// ... and on x's device.
 inline void check_same_device(const Op& op, const char* name, const Tensor& given,
                               const Tensor& x) {
+  check_beside(op, name, given);
   TS_CHECK_DEVICE(given.device() == x.device(), op, "expects all tensors on one device; got ", x,
                   " and ", name, " ", given, "; move one with to(device)");
 }

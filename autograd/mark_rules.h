@@ -77,6 +77,9 @@ class MarkRules {
   virtual ~MarkRules() = default;
   // The marks of all results of a call, before it runs. Throws for what has no meaning.
   virtual uint64_t of_results(const OpCall& call, std::span<const Tensor> inputs) const = 0;
+  // For what an op reads beside its operands, a mask or weights of classes: throws for a part and
+  // for a summand.
+  virtual void check_whole(const Op& op, std::string_view name, const Tensor& x) const = 0;
 };
 
 // The current context's; none: marks are not looked at, and results have none.

@@ -33,6 +33,7 @@ void check_dtypes(const Op& op, const Tensor& q, const Tensor& k, const Tensor& 
 
 void check_lengths(const Op& op, const Tensor& lengths, const Tensor& like, int64_t keys) {
   if (!lengths.defined()) return;
+  check_beside(op, "lengths", lengths);
   TS_CHECK_DTYPE(lengths.dtype() == kI64 || lengths.dtype() == kI32, op,
                  "expects lengths of i64 or i32; got ", lengths);
   TS_CHECK_DEVICE(lengths.device() == like.device(), op, "the lengths are ", lengths,
@@ -62,6 +63,7 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
   check_lengths(kAttention, options.lengths, q, k.size(2));
   const Tensor& mask = options.mask;
   if (!mask.defined()) return;
+  check_beside(kAttention, "mask", mask);
   TS_CHECK(!options.lengths.defined(), kAttention,
            "takes a mask or lengths, not both; hide what lies beyond the lengths in the mask");
   TS_CHECK(!options.causal, kAttention,

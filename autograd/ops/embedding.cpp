@@ -168,7 +168,7 @@ Tensor embedding_bag(const Tensor& index, const Tensor& weight, const Tensor& of
   const DType dtype = weight.dtype();
   Tensor rows = in_compute(embedding(index, weight, options.padding_idx));
   if (scales.defined()) rows = mul(rows, unsqueeze(in_compute(scales), -1));
-  Tensor valid = ones(index.shape(), {.dtype = kBool, .device = index.device()});
+  Tensor valid = ones_like(index, kBool);
   if (options.padding_idx) {
     const int64_t padding = *options.padding_idx;
     valid = ne(index, padding < 0 ? padding + weight.size(0) : padding);

@@ -81,6 +81,7 @@ void check_class_target(const Op& op, const Tensor& x, const Tensor& target) {
 void check_constant(const Op& op, const char* role, const Tensor& weight) {
   TS_CHECK(!weight.defined() || !grad_enabled() || !weight.requires_grad(), op,
            "has no gradient for ", role, ", which requires one; give it detached");
+  check_beside(op, role, weight);
 }
 void check_class_weight(const Op& op, const Tensor& x, const Tensor& weight) {
   if (!weight.defined()) return;

@@ -488,7 +488,10 @@ Tensor tensordot(const Tensor& a, const Tensor& b, const Shape& dims_a, const Sh
     TS_CHECK_SHAPE(std::find(along_a.begin(), along_a.end(), da) == along_a.end() &&
                        std::find(along_b.begin(), along_b.end(), db) == along_b.end(),
                    kTensordot, "a dimension is named twice; got ", dims_a, " and ", dims_b);
-    // One of size 1 is broadcast: the other's elements are added up first.
+    // One of size 1 is broadcast: the other's elements are added up first. A part of size 1 is not.
+    TS_CHECK_SHAPE(a.shape()[da] == b.shape()[db] || (a.impl()->marks | b.impl()->marks) == 0,
+                   kTensordot, "dimension ", da, " of ", a, " and dimension ", db, " of ", b,
+                   " must have the same size");
     if (a.shape()[da] != 1 && b.shape()[db] == 1) left = sum(left, {da}, true, a.dtype());
     if (b.shape()[db] != 1 && a.shape()[da] == 1) right = sum(right, {db}, true, b.dtype());
     TS_CHECK_SHAPE(left.shape()[da] == right.shape()[db], kTensordot, "dimension ", da, " of ", a,

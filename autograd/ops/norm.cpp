@@ -357,6 +357,8 @@ Tensor batch_norm(const Tensor& x, const Tensor& running_mean, const Tensor& run
   check_input(kBatchNorm, x);
   TS_CHECK_SHAPE(x.dim() >= 2, kBatchNorm, "expects [N, C, ...]; got ", x);
   const int64_t C = x.size(1), count = C == 0 ? 0 : x.numel() / C;
+  check_beside(kBatchNorm, "running_mean", running_mean);
+  check_beside(kBatchNorm, "running_var", running_var);
   check_parameter(kBatchNorm, "running_mean", running_mean, {C}, x);
   check_parameter(kBatchNorm, "running_var", running_var, {C}, x);
   check_parameter(kBatchNorm, "weight", weight, {C}, x);

@@ -510,7 +510,7 @@ const Op kPadBackward{.name = "pad_backward", .flops_per_element = 1};
 
 static Tensor pad_constant(const Tensor& x, const Shape& sizes, double value) {
   return differentiable(
-      kPad, {x},
+      affine(kPad, value != 0), {x},
       [=](Inputs in) {
         Shape shape = in[0].shape();
         Tensor source = in[0];

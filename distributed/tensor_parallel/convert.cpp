@@ -12,7 +12,7 @@ namespace tessera::distributed {
 namespace {
 
 const Op kConvert{.name = "convert", .flops_per_element = 0};
-const CollectiveOptions kModuleCall{.channel = Channel::kModule, .tag = "convert", .waits = true};
+const CollectiveOptions kConvertCall{.channel = Channel::kModule, .tag = "convert", .waits = true};
 
 // ---- Chunks -------------------------------------------------------------------------------------
 // A dimension in `blocks` equal blocks is seen as two, of the blocks and of one block's elements,
@@ -47,12 +47,12 @@ int64_t chunk_length(int64_t length, const Mark& shard, int ranks, int i) {
   return (end - begin) * shard.blocks;
 }
 
-Shape resized(Shape shape, int dim, int64_t size) {
+Shape with_length(Shape shape, int dim, int64_t size) {
   shape[dim] = size;
   return shape;
 }
 
-TensorList chunks(const Tensor& whole, const Mark& shard, int ranks) {
+TensorList all_chunks(const Tensor& whole, const Mark& shard, int ranks) {
   const Tensor blocks = with_blocks(whole, shard);
   TensorList result;
   for (int i = 0; i < ranks; ++i) {
@@ -62,16 +62,16 @@ TensorList chunks(const Tensor& whole, const Mark& shard, int ranks) {
 }
 
 // Space for the chunk of each rank, where this one's is x.
-TensorList places(const Tensor& x, const Mark& shard, int64_t length, int ranks) {
+TensorList chunk_places(const Tensor& x, const Mark& shard, int64_t length, int ranks) {
   TensorList result;
   for (int i = 0; i < ranks; ++i) {
     const int64_t size = chunk_length(length, shard, ranks, i);
-    result.push_back(raw::empty(resized(x.shape(), shard.dim, size), x.dtype(), x.device()));
+    result.push_back(raw::empty(with_length(x.shape(), shard.dim, size), x.dtype(), x.device()));
   }
   return result;
 }
 
-Tensor joined(const TensorList& parts, const Mark& shard) {
+Tensor joined_chunks(const TensorList& parts, const Mark& shard) {
   TensorList blocks;
   for (const Tensor& part : parts) blocks.push_back(with_blocks(part, shard));
   return without_blocks(cat(blocks, cut_dim(shard)), shard);
@@ -104,38 +104,38 @@ struct Conversion {
  private:
   static Tensor all_reduce(const Tensor& x, Group& group) {
     const Tensor sum = contiguous(clone(x));
-    group.all_reduce(sum, ReduceOp::kSum, kModuleCall).wait();
+    group.all_reduce(sum, ReduceOp::kSum, kConvertCall).wait();
     return sum;
   }
   Tensor own_chunk(const Tensor& x, Group& group) const {
     return chunk_at(x, to, group.size(), group.rank());
   }
   Tensor reduce_scatter(const Tensor& x, Group& group) const {
-    const TensorList parts = chunks(x, to, group.size());
+    const TensorList parts = all_chunks(x, to, group.size());
     const Tensor own =
         raw::empty(parts[static_cast<size_t>(group.rank())].shape(), x.dtype(), x.device());
-    group.reduce_scatter(own, parts, ReduceOp::kSum, kModuleCall).wait();
+    group.reduce_scatter(own, parts, ReduceOp::kSum, kConvertCall).wait();
     return own;
   }
   Tensor from_shard(const Tensor& x, Group& group) const {
     if (to.is_summand()) {
-      const Tensor whole =
-          zeros(resized(x.shape(), from.dim, length), {.dtype = x.dtype(), .device = x.device()});
+      const Tensor whole = zeros(with_length(x.shape(), from.dim, length),
+                                 {.dtype = x.dtype(), .device = x.device()});
       const Tensor own =
           chunk_of_blocks(with_blocks(whole, from), from, group.size(), group.rank());
       copy_(own, with_blocks(x, from));
       return whole;
     }
-    const TensorList parts = places(x, from, length, group.size());
-    group.all_gather(parts, contiguous(x), kModuleCall).wait();
-    return joined(parts, from);
+    const TensorList parts = chunk_places(x, from, length, group.size());
+    group.all_gather(parts, contiguous(x), kConvertCall).wait();
+    return joined_chunks(parts, from);
   }
   Tensor exchange(const Tensor& x, Group& group) const {
-    const TensorList sent = chunks(x, to, group.size());
+    const TensorList sent = all_chunks(x, to, group.size());
     const TensorList received =
-        places(sent[static_cast<size_t>(group.rank())], from, length, group.size());
-    group.all_to_all(received, sent, kModuleCall).wait();
-    return joined(received, from);
+        chunk_places(sent[static_cast<size_t>(group.rank())], from, length, group.size());
+    group.all_to_all(received, sent, kConvertCall).wait();
+    return joined_chunks(received, from);
   }
 };
 

@@ -26,7 +26,7 @@ using nn::StyledModules;
 
 constexpr const char* kWhere = "parallelize_module";
 
-std::string_view name_of(ParallelStyle style) {
+std::string_view style_name(ParallelStyle style) {
   switch (style) {
     case ParallelStyle::kWhole:
       return "kWhole";
@@ -138,7 +138,7 @@ bool matches(std::string_view pattern, std::string_view name) {
   }
 }
 
-std::string listed(const std::vector<std::string>& names) {
+std::string some_of(const std::vector<std::string>& names) {
   constexpr size_t kMost = 20;
   std::string text;
   for (size_t i = 0; i < std::min(names.size(), kMost); ++i) text += (i ? ", " : "") + names[i];
@@ -182,7 +182,7 @@ std::vector<Styled> styled_modules(nn::ModuleBase& model, const std::vector<Styl
   }
   for (size_t i = 0; i < table.size(); ++i) {
     TS_CHECK_AS(ConfigError, used[i], kWhere, "no module is named '", table[i].pattern,
-                "'; there are ", listed(names));
+                "'; there are ", some_of(names));
   }
   return result;
 }
@@ -254,7 +254,7 @@ class Division {
   template <class T>
   T& as(const Styled& styled) const {
     auto* module = dynamic_cast<T*>(styled.module);
-    TS_CHECK_AS(ConfigError, module != nullptr, kWhere, name_of(styled.entry.style),
+    TS_CHECK_AS(ConfigError, module != nullptr, kWhere, style_name(styled.entry.style),
                 " does not serve '", styled.name, "', a ", styled.module->type_name());
     return *module;
   }

@@ -220,7 +220,7 @@ class Along {
       const bool alike = x.mark == first.mark || (x.is_whole() && first.is_whole());
       if (!alike) refuse(first, x, "they lie differently", "convert one of them");
     }
-    if (first.mark.is_summand()) return first.mark;
+    if (first.mark.is_summand()) return sum_of_summands();
     return moved_shard(first.mark);
   }
 
@@ -413,6 +413,15 @@ class TypeRules final : public MarkRules {
       marks |= encoded(Along(call, inputs, mesh_, axis).result(), axis);
     }
     return marks;
+  }
+
+  void check_whole(const Op& op, std::string_view name, const Tensor& x) const override {
+    for (size_t axis = 0; axis < mesh_.axes(); ++axis) {
+      const Mark mark = mark_of(x, axis);
+      TS_CHECK_AS(UnsupportedError, mark.is_invariant() || mark.is_replicated(), op, "along '",
+                  mesh_.name(axis), "' ", name, " ", x, " is ", describe(mark),
+                  ": the op reads it as a whole; convert it to replicated");
+    }
   }
 
  private:

@@ -5,7 +5,7 @@
 namespace tessera::distributed {
 namespace {
 
-int64_t product(const Shape& shape, int begin, int end) {
+int64_t elements_between(const Shape& shape, int begin, int end) {
   return numel_of(shape.slice(begin, end));
 }
 
@@ -24,7 +24,7 @@ std::optional<Mark> viewed(const Mark& shard, const Shape& from, const Shape& to
     while (at < to.size() && passed < outer) passed *= to[at++];
     return passed == outer ? at : -1;
   };
-  if (int at = behind(product(from, 0, d)); at >= 0) {
+  if (int at = behind(elements_between(from, 0, d)); at >= 0) {
     // Dimensions of 1 in front of it stay in front.
     for (int k = d; k > 0 && from[k - 1] == 1 && at < to.size() && to[at] == 1; --k) ++at;
     if (at == to.size()) return {};
@@ -37,9 +37,9 @@ std::optional<Mark> viewed(const Mark& shard, const Shape& from, const Shape& to
   if (blocks != 1) return {};
   // Joined with dimensions in front of it: those are the blocks.
   for (int first = d - 1; first >= 0; --first) {
-    const int at = behind(product(from, 0, first));
+    const int at = behind(elements_between(from, 0, first));
     if (at < 0 || at >= to.size()) continue;
-    const int64_t made = product(from, first, d);
+    const int64_t made = elements_between(from, first, d);
     const int64_t inner = to[at] / std::max<int64_t>(made, 1);
     if (to[at] % made != 0 || inner == 0 || inner % from[d] != 0) return {};
     if (made > 256) return {};
