@@ -132,6 +132,10 @@ kernels::WholeIndex index_of(const Tensor& part, const TensorPlacement& placemen
   if (place.boxes.empty()) return {};
   PartBox& box = place.boxes.front();
   const auto count = static_cast<int64_t>(place.boxes.size());
+  if (shape.size() != place.whole.size()) {  // a run, which is 1-D, of a part
+    shape = box.extent;
+    strides = box.strides;
+  }
   if (count > 1) {
     int dim = 0;
     while (dim + 1 < shape.size() && shape[dim] == box.extent[dim]) ++dim;

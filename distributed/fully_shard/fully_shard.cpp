@@ -87,7 +87,7 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
   }
   unit->settings.average = options.average;
   unit->broadcasts_buffers = options.broadcast_buffers;
-  std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, true, where);
+  std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, where);
   for (const ShardedParam& param : params) {
     TS_CHECK_AS(ConfigError, param.shard.dim() > 0, where, "'", param.name,
                 "' is a scalar, which has no rows to cut; give it a dimension");

@@ -132,7 +132,7 @@ DTensorSpec cut_once_more(const DTensorSpec& across, const Mesh& mesh, const Pla
     Placement own = Replicate();
     if (before != across.mesh->axes().end()) {
       own = across.placements[static_cast<size_t>(before - across.mesh->axes().begin())];
-      if (shard_dim(own) == dim) parts *= axis.size;
+      if (dim >= 0 && shard_dim(own) == dim) parts *= axis.size;
     } else if (axis.name == mesh.axes().back().name) {
       own = parts > 1 ? Placement(StridedShard(dim, parts)) : placement;
     }

@@ -143,11 +143,9 @@ void take_summed_axes(ShardedParam& param, const Mesh& mesh, std::string_view wh
 
 // How a parameter lies that is a part along other axes; none of a whole one.
 std::optional<DTensorSpec> spec_across(const Tensor& tensor, const std::string& name,
-                                       const Mesh& mesh, bool takes_parts, std::string_view where) {
+                                       const Mesh& mesh, std::string_view where) {
   if (!is_dtensor(tensor)) return std::nullopt;
   const DTensorSpec& spec = spec_of(tensor);
-  TS_CHECK_AS(UnsupportedError, takes_parts, where, "cuts whole parameters; '", name, "' is ",
-              tensor, "; fully_shard() cuts parts once more");
   for (const Placement& placement : spec.placements) {
     TS_CHECK_AS(UnsupportedError,
                 !is_partial(placement) && !std::holds_alternative<FlatShard>(placement), where, "'",
@@ -167,7 +165,7 @@ std::optional<DTensorSpec> spec_across(const Tensor& tensor, const std::string& 
 }  // namespace
 
 std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std::string>& ignored,
-                                          bool takes_parts, std::string_view where) {
+                                          std::string_view where) {
   const std::vector<nn::ModuleBase*>& modules = unit.modules;
   check_apart(modules, where);
   ParameterPlaces taken;
@@ -196,7 +194,7 @@ std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std
       const auto [at, added] = known.try_emplace(place->impl(), params.size());
       if (added) {
         params.push_back({.name = full, .shard = *place, .whole = {}, .places = {}});
-        params.back().across = spec_across(*place, full, *unit.ranks.mesh, takes_parts, where);
+        params.back().across = spec_across(*place, full, *unit.ranks.mesh, where);
         if (params.back().across) take_summed_axes(params.back(), *unit.ranks.mesh, where);
       }
       params[at->second].places.push_back(place);

@@ -13,10 +13,10 @@
 namespace tessera::distributed {
 
 // The parameters of the unit's modules that no unit has taken yet, with all their places. The unit
-// remembers those named in `ignored`, which are left out. `takes_parts`: also those that are parts
-// along other axes of the mesh (ShardedParam::across). Throws as fully_shard(), named `where`.
+// remembers those named in `ignored`, which are left out. Those that are parts along
+// other axes of the mesh have ShardedParam::across. Throws as fully_shard(), named `where`.
 std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std::string>& ignored,
-                                          bool takes_parts, std::string_view where);
+                                          std::string_view where);
 // Compares names, shapes, dtypes, requires_grad and `options`, a text of other settings, among the
 // ranks of the mesh (DistributedError). With `init_sync` all ranks get rank 0's values.
 void synchronise_parameters(const std::vector<ShardedParam>& params, Mesh& mesh, bool init_sync,

@@ -1,6 +1,7 @@
 #include <tessera/distributed/fully_shard/zero.h>
 
 #include <algorithm>
+#include <functional>
 #include <ranges>
 #include <utility>
 
@@ -8,6 +9,29 @@
 #include <tessera/distributed/fully_shard/shard_setup.h>
 
 namespace tessera::distributed {
+namespace {
+
+// Units lie alike on all ranks: what other axes leave of a parameter has one size.
+void check_parts(const std::vector<ShardedParam>& params, std::string_view where) {
+  for (const ShardedParam& param : params) {
+    TS_CHECK_AS(UnsupportedError, param.mesh == nullptr, where,
+                "reduces among its own ranks, and '", param.name, "' is ", param.shard,
+                ", whose gradient is a summand along other axes; take fully_shard()");
+    if (!param.across) continue;
+    TS_CHECK_AS(UnsupportedError, param.shard.requires_grad(), where,
+                "leaves what is frozen as it ", "is, and '", param.name, "' is ", param.shard,
+                ", which calls could not read; take fully_shard()");
+    const DTensorSpec& spec = *param.across;
+    const std::vector<int64_t> numels = spec.part_numels();
+    TS_CHECK_AS(UnsupportedError,
+                std::ranges::adjacent_find(numels, std::not_equal_to<>()) == numels.end(), where,
+                "cuts parts of one size, and '", param.name, "' is ", param.shard,
+                ", of which ranks hold more than others; take fully_shard()");
+  }
+}
+
+}  // namespace
+
 ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options) {
   const std::string_view where = "zero";
   TS_CHECK_AS(ConfigError, options.stage == 1 || options.stage == 2, where,
@@ -33,7 +57,8 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
                     .local_sums = options.stage == 1,
                     .reduces_every_backward = options.stage == 2};
   unit->broadcasts_buffers = options.broadcast_buffers;
-  std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, false, where);
+  std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, where);
+  check_parts(params, where);
   check_offload(params, options.offload_policy, where);
   synchronise_parameters(
       params, mesh, options.init_sync, where,

@@ -9,6 +9,10 @@
 // shards. Outside of calls a parameter is its shard on this rank, a DTensor (FlatShard), which an
 // optimizer made before or after updates. In calls of the model it is whole; the other ranks'
 // shards are gathered in place before the first call after a step.
+//
+// A parameter that is a DTensor already (tensor parallelism, see fully_shard.h) is split into runs
+// of this rank's part; in calls it is that part. UnsupportedError if parts along the other axes
+// differ in size, and for one that is frozen or whose gradient is a summand there.
 #pragma once
 
 #include <optional>

@@ -43,7 +43,9 @@ struct DTensorPlacement final : TensorPlacement {
     return spec.describe(part.dtype());
   }
   PlaceInWhole place() const override {
-    if (!spec.flat_axis()) return {spec.shape, spec.own_boxes()};
+    if (!spec.flat_axis() || spec.shape_of_run() != spec.shape) {
+      return {spec.shape, spec.own_boxes()};
+    }
     const auto [begin, end] = spec.local_run();  // a box of the flattened whole
     return {{numel_of(spec.shape)}, {{{begin}, {end - begin}, 0, {1}}}};
   }

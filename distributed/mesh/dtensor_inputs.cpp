@@ -165,15 +165,17 @@ Tensor gather_to_first(const Tensor& dtensor) {
   };
   if (const auto axis = spec.flat_axis()) {
     Group& group = group_of(*axis);
-    if (group.size() == 1) return raw::view(contiguous(x), spec.shape);
-    Tensor whole;
-    TensorList parts;
-    if (group.rank() == 0) {
-      whole = raw::empty({numel_of(spec.shape)}, x.dtype(), x.device());
-      parts = runs_of(whole, std::get<FlatShard>(spec.placements[*axis]), group.size());
+    const Shape shape = spec.shape_of_run();
+    Tensor whole = contiguous(x);
+    if (group.size() > 1) {
+      TensorList parts;
+      if (group.rank() == 0) {
+        whole = raw::empty({numel_of(shape)}, x.dtype(), x.device());
+        parts = runs_of(whole, std::get<FlatShard>(spec.placements[*axis]), group.size());
+      }
+      if (!gather(group, parts)) return {};
     }
-    if (!gather(group, parts)) return {};
-    return raw::view(whole, spec.shape);
+    x = raw::view(whole, shape);
   }
   for (int dim = spec.shape.size(); dim-- > 0;) {
     const std::vector<size_t> cuts = spec.cuts(dim);
@@ -210,15 +212,13 @@ Tensor gather_to_first(const Tensor& dtensor) {
 
 Tensor part_of_whole(const Tensor& whole, const DTensorSpec& spec) {
   check_no_summand(spec, "DTensor");
-  if (spec.flat_axis()) {
-    const auto [begin, end] = spec.local_run();
-    return raw::narrow(elements_of(whole), 0, begin, end - begin);
-  }
   Tensor part = raw::alias(whole);
   for (int dim = 0; dim < spec.shape.size(); ++dim) {
     part = held_along(part, dim, spec.own_ranges(dim));
   }
-  return part;
+  if (!spec.flat_axis()) return part;
+  const auto [begin, end] = spec.local_run();
+  return raw::narrow(elements_of(part), 0, begin, end - begin);
 }
 
 std::string_view rule_of_parts(const DTensorSpec& spec) {

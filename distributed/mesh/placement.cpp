@@ -18,23 +18,37 @@ struct Match : Cases... {
 
 std::string name_of_reduction(ReduceOp op) { return std::string(name_of(op)); }
 
-// A FlatShard has copies alone beside it, and its chunks hold every element.
+// A FlatShard has copies and even cuts alone beside it, and its chunks hold every element.
 void check_flat(const DTensorSpec& spec, std::string_view where) {
   const auto axis = spec.flat_axis();
   if (!axis) return;
   for (size_t i = 0; i < spec.placements.size(); ++i) {
-    TS_CHECK_AS(ConfigError, i == *axis || std::holds_alternative<Replicate>(spec.placements[i]),
-                where, "beside a FlatShard the other axes replicate; got ",
-                describe(spec.placements), "; reduce or gather along them first");
+    const Placement& placement = spec.placements[i];
+    TS_CHECK_AS(
+        ConfigError,
+        i == *axis || (!is_partial(placement) && !std::holds_alternative<FlatShard>(placement)),
+        where, "beside a FlatShard the other axes replicate or cut dimensions; got ",
+        describe(spec.placements), "; reduce or gather along them first");
+  }
+  for (int dim = 0; dim < spec.shape.size(); ++dim) {
+    int64_t parts = 1;
+    for (const size_t cut : spec.cuts(dim)) {
+      if (parts == 1) parts = blocks_of(spec.placements[cut]);
+      parts *= spec.mesh->axes()[cut].size;
+    }
+    TS_CHECK_AS(ConfigError, spec.shape[dim] % parts == 0, where,
+                "beside a FlatShard the other axes cut evenly; got ", describe(spec.placements),
+                " on ", spec.mesh->describe(), ", and dimension ", dim, " of ", spec.shape,
+                " does not divide by ", parts, "; gather along them first");
   }
   const auto& flat = std::get<FlatShard>(spec.placements[*axis]);
-  const int64_t ranks = spec.mesh->axes()[*axis].size, numel = numel_of(spec.shape);
+  const int64_t ranks = spec.mesh->axes()[*axis].size, numel = numel_of(spec.shape_of_run());
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   TS_CHECK_AS(ConfigError,
               flat.offset >= 0 && flat.chunk >= 0 && flat.chunk <= kMost / ranks &&
                   numel <= flat.chunk * ranks && flat.offset <= flat.chunk * ranks - numel,
               where, "the ", ranks, " chunks of ", describe(spec.placements[*axis]),
-              " must hold all of ", spec.shape, ": offset + ", numel,
+              " must hold all of ", spec.shape_of_run(), ": offset + ", numel,
               " elements is at most chunk * ", ranks, "; give the unit's true chunk");
 }
 
@@ -219,8 +233,8 @@ DTensorSpec DTensorSpec::checked(std::string_view where) const {
                 " into ", parts, " parts; the split factor of ", distributed::describe(placements),
                 " must say so");
   }
-  check_flat(result, where);
   check_blocks(result, where);
+  check_flat(result, where);
   return result;
 }
 
@@ -269,34 +283,38 @@ Ranges DTensorSpec::own_ranges(int dim) const {
 std::vector<PartBox> DTensorSpec::own_boxes() const { return boxes_at(own_coordinates(*mesh)); }
 
 std::vector<PartBox> DTensorSpec::boxes_at(std::span<const int> coordinates) const {
-  std::vector<PartBox> boxes;
-  if (const auto axis = flat_axis()) {
-    const auto [begin, end] =
-        run_of(std::get<FlatShard>(placements[*axis]), numel_of(shape), coordinates[*axis]);
-    int64_t first = 0;
-    for (const Box& box : boxes_of_run(shape, begin, end)) {
-      boxes.push_back({box.offset, box.extent, first, contiguous_strides(box.extent)});
-      first += box.numel();
-    }
-    return boxes;
-  }
   std::vector<Ranges> held;
-  Shape part = shape;
+  Shape part = shape;  // of what the cuts of dimensions leave
   for (int dim = 0; dim < shape.size(); ++dim) {
     held.push_back(ranges_at(*this, cuts(dim), dim, coordinates));
     part[dim] = length_of(held.back());
   }
   if (numel_of(part) == 0) return {};
-  boxes.push_back({Shape::filled(part.size(), 0), part, 0, contiguous_strides(part)});
-  for (int dim = 0; dim < shape.size(); ++dim) {
+  std::vector<PartBox> boxes;  // by their places in that
+  if (const auto axis = flat_axis()) {
+    const auto [begin, end] =
+        run_of(std::get<FlatShard>(placements[*axis]), numel_of(part), coordinates[*axis]);
+    int64_t first = 0;
+    for (const Box& box : boxes_of_run(part, begin, end)) {
+      boxes.push_back({box.offset, box.extent, first, contiguous_strides(box.extent)});
+      first += box.numel();
+    }
+  } else {
+    boxes.push_back({Shape::filled(part.size(), 0), part, 0, contiguous_strides(part)});
+  }
+  for (int dim = 0; dim < shape.size(); ++dim) {  // by their places in the whole
     std::vector<PartBox> next;
     for (const PartBox& box : boxes) {
       int64_t before = 0;
       for (const auto& [begin, end] : held[static_cast<size_t>(dim)]) {
-        PartBox& one = next.emplace_back(box);
-        one.offset[dim] = begin;
-        one.extent[dim] = end - begin;
-        one.first += before * one.strides[dim];
+        const int64_t from = std::max(box.offset[dim], before),
+                      to = std::min(box.offset[dim] + box.extent[dim], before + end - begin);
+        if (from < to) {
+          PartBox& one = next.emplace_back(box);
+          one.offset[dim] = begin + from - before;
+          one.extent[dim] = to - from;
+          one.first += (from - box.offset[dim]) * one.strides[dim];
+        }
         before += end - begin;
       }
     }
@@ -314,7 +332,7 @@ std::vector<int64_t> DTensorSpec::part_numels() const {
   for (int64_t& numel : numels) {
     if (flat) {
       const auto [begin, end] =
-          run_of(std::get<FlatShard>(placements[*flat]), numel_of(shape), at[*flat]);
+          run_of(std::get<FlatShard>(placements[*flat]), numel_of(shape_of_run()), at[*flat]);
       numel = end - begin;
     } else {
       numel = 1;
@@ -331,8 +349,14 @@ std::pair<int64_t, int64_t> DTensorSpec::local_run() const {
   const auto axis = flat_axis();
   TS_CHECK(axis.has_value(), "local_run", "expects a FlatShard; got ",
            distributed::describe(placements), "; take local_box()");
-  return run_of(std::get<FlatShard>(placements[*axis]), numel_of(shape),
+  return run_of(std::get<FlatShard>(placements[*axis]), numel_of(shape_of_run()),
                 mesh->coordinate(mesh->axes()[*axis].name));
+}
+
+Shape DTensorSpec::shape_of_run() const {
+  Shape left = shape;
+  for (int dim = 0; dim < shape.size(); ++dim) left[dim] = length_of(own_ranges(dim));
+  return left;
 }
 
 Shape DTensorSpec::local_shape() const {
@@ -340,9 +364,7 @@ Shape DTensorSpec::local_shape() const {
     const auto [begin, end] = local_run();
     return {end - begin};
   }
-  Shape part = shape;
-  for (int dim = 0; dim < shape.size(); ++dim) part[dim] = length_of(own_ranges(dim));
-  return part;
+  return shape_of_run();
 }
 
 std::string DTensorSpec::describe_part() const {
@@ -350,6 +372,7 @@ std::string DTensorSpec::describe_part() const {
   if (flat_axis()) {
     const auto [begin, end] = local_run();
     out << "the elements [" << begin << ':' << end << ']';
+    if (const Shape left = shape_of_run(); left != shape) out << " of its part " << left;
   } else if (const std::vector<Box> boxes = local_boxes(); boxes.size() > 1) {
     for (size_t i = 0; i < boxes.size(); ++i) out << (i > 0 ? " and " : "") << boxes[i];
   } else {

@@ -16,7 +16,8 @@
 // [Note: flat shards] Tensors that lie one behind the other in one buffer, a unit, which N ranks
 // divide into chunks of equal length at any element: of a tensor a rank then holds a run of its
 // row-major elements, as a 1-D shard, which may begin and end inside of a row and may be empty.
-// Along the other axes of the mesh such a tensor is replicated.
+// Other axes of the mesh replicate such a tensor, or shard dimensions of it evenly: then it is the
+// run of what they leave, which has one size on all ranks.
 #pragma once
 
 #include <cstdint>
@@ -58,7 +59,7 @@ struct BlockShard {
   int blocks = 1;
   friend bool operator==(const BlockShard&, const BlockShard&) = default;
 };
-// The row-major elements e with i * chunk <= offset + e < (i + 1) * chunk are rank i's.
+// Of what other axes leave, the row-major elements e with i * chunk <= offset + e < (i + 1) * chunk are rank i's.
 struct FlatShard {
   int64_t offset = 0;  // of the tensor's first element in its unit
   int64_t chunk = 0;   // elements of the unit on a rank
@@ -97,8 +98,8 @@ struct DTensorSpec {
   // With non-negative dimensions. Throws, named `where`: ConfigError unless there is one placement
   // for each axis of the mesh, the Partials have one reduction that is one of theirs, split factors
   // are the parts that the axes to their right make, blocks divide their dimension and cut it
-  // first, and a FlatShard has every element in one of the chunks and copies alone beside it;
-  // IndexError for a dimension that the shape lacks.
+  // first, and a FlatShard has every element in one of the chunks and copies and even cuts alone
+  // beside it; IndexError for a dimension that the shape lacks.
   DTensorSpec checked(std::string_view where) const;
   // The axes that cut a dimension, the first one first.
   std::vector<size_t> cuts(int dim) const;
@@ -118,6 +119,7 @@ struct DTensorSpec {
   // The elements of the part of each rank of the mesh, in its order. Communicates nothing.
   std::vector<int64_t> part_numels() const;
   std::pair<int64_t, int64_t> local_run() const;  // of a FlatShard: begin and end
+  Shape shape_of_run() const;                     // of what the other axes leave
   Shape local_shape() const;                      // of the part: the boxes', or 1-D for a run
   // What this rank holds, in words: "[0:3, 0:4]", "[0:1, 0:4] and [3:4, 0:4]", "the elements
   // [10:64]".

@@ -123,6 +123,12 @@ class Journey {
     for (;;) {
       rename();
       if (spec_.placements == to_.placements && cuts_ == wanted_) break;
+      // A run is of what the other axes leave: it is put together before they move.
+      const auto run = spec_.flat_axis();
+      if (run && (spec_.placements[*run] != to_.placements[*run] || cuts_ != wanted_)) {
+        x = step(x, *run, Replicate());
+        continue;
+      }
       size_t axis = 0;
       int cheapest = kNever;
       for (size_t i = 0; i < spec_.placements.size(); ++i) {
@@ -185,22 +191,16 @@ class Journey {
   static bool is_run(const Placement& placement) {
     return std::holds_alternative<FlatShard>(placement);
   }
-  // Whether the part is not of the whole shape: a run is cut out of nothing else.
-  bool is_cut() const { return std::ranges::any_of(spec_.placements, is_sharding); }
-
   // Of what leads axis to its goal: less for what makes the part smaller; kNever where it is there
   // or another axis has to move first.
   int cost_of(size_t axis) const {
     const Placement &from = spec_.placements[axis], &to = to_.placements[axis];
     const int from_dim = shard_dim(from), to_dim = shard_dim(to);
     if (from == to) return kNever;
-    if (is_run(from)) return 5;
     if (is_run(to) && from_dim < 0) {
-      return is_cut() ? kNever : is_partial(from) ? 1 : 0;
+      return cuts_ != wanted_ ? kNever : is_partial(from) ? 1 : 0;
     }
-    if (!may_leave(axis) || (to_dim >= 0 && (spec_.flat_axis() || !may_cut(axis, to_dim)))) {
-      return kNever;
-    }
+    if (!may_leave(axis) || (to_dim >= 0 && !may_cut(axis, to_dim))) return kNever;
     if (to_dim >= 0) return from_dim >= 0 ? 2 : is_partial(from) ? 1 : 0;
     if (from_dim < 0) return is_partial(from) ? 3 : 4;
     return 5;
@@ -255,7 +255,7 @@ class Journey {
   Tensor along(const Tensor& x, size_t axis, const Placement& from, const Placement& to) const {
     Group& group = spec_.mesh->group(spec_.mesh->axes()[axis].name);
     if (const auto* flat = std::get_if<FlatShard>(&from)) {
-      return run_to_replicate(x, *flat, spec_.shape, group);
+      return run_to_replicate(x, *flat, spec_.shape_of_run(), group);
     }
     if (const auto* flat = std::get_if<FlatShard>(&to)) {
       return is_partial(from) ? partial_to_run(x, std::get<Partial>(from).op, *flat, group)

@@ -22,7 +22,7 @@
 // without padding. Among several axes the one that leaves fewer elements goes first (from [Partial,
 // Partial] to [Replicate, Shard(0)] the reduce_scatter); a chunk of a chunk is gathered before the
 // chunk, and if two shards conflict one is gathered. Between a FlatShard and a Shard, and from one
-// FlatShard to another, the way is through Replicate.
+// FlatShard to another, the way is through Replicate, and so it is if another axis changes too.
 //
 // The gradient of a summand of a Partial(mean) over n ranks is the value's divided by n. A
 // Partial(max) or (min) has none: recording one is an UnsupportedError.

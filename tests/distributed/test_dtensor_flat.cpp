@@ -179,6 +179,42 @@ TEST(FlatShards, OnTwoAxesTheOtherOneIsCopied) {
   });
 }
 
+TEST(FlatShards, BesideACutTheRunIsOfWhatThatLeaves) {
+  compared_ranks(4, [&](int rank) {
+    Mesh mesh(world(), {{"dp", 2}, {"tp", 2}});
+    const Shape shape = {6, 4};
+    const FlatShard flat{1, 7};
+    for (const Placement& cut : {Placement(Shard(0)), Placement(Shard(1)),
+                                 Placement(BlockShard(0, 3)), Placement(BlockShard(1, 2))}) {
+      const Placements placements = {flat, cut};
+      const Tensor made = distribute_tensor(numbered(shape, 100 * rank), mesh, placements);
+      const Tensor part = part_by_hand(numbered(shape, 0), mesh, placements);
+      expect_equal(to_local(made), part, describe(made));
+      EXPECT_EQ(made.numel(), 6);
+      expect_equal(full_tensor(made), numbered(shape, 0), describe(made));
+      std::vector<double> held;  // by the boxes
+      for (const Box& box : local_boxes(made)) {
+        for (const int64_t at : positions_of(box, shape)) held.push_back(static_cast<double>(at));
+      }
+      std::vector<double> expected = part.to_vector();
+      std::ranges::sort(held);
+      std::ranges::sort(expected);
+      EXPECT_EQ(held, expected) << describe(made);
+      for (const Placements& other : {Placements{Replicate(), Replicate()},
+                                      {Replicate(), cut},
+                                      {Shard(0), Shard(1)},
+                                      {Partial(), cut},
+                                      {flat, Shard(1)},
+                                      {FlatShard{0, 12}, Replicate()}}) {
+        check_way(mesh, shape, placements, other);
+        check_way(mesh, shape, other, placements);
+      }
+    }
+    EXPECT_EQ(check_way(mesh, shape, {Partial(), Shard(0)}, {flat, Shard(0)}).first,
+              "reduce_scatter");
+  });
+}
+
 TEST(FlatShards, SayWhatTheyAre) {
   compared_ranks(3, [&](int rank) {
     Mesh mesh(world(), {{"dp", 3}});
@@ -212,10 +248,16 @@ TEST(FlatShards, ThatHoldNotAllOrNotAloneAreConfigErrors) {
     Mesh mesh(world(), {{"a", 2}, {"b", 2}}), line(world());
     const Tensor x = zeros({4, 4});
     EXPECT_EQ(message_of<ConfigError>([&] {
-                distribute_tensor(x, mesh, {Shard(0), FlatShard{0, 8}});
+                distribute_tensor(zeros({5, 4}), mesh, {Shard(0), FlatShard{0, 8}});
               }),
-              "distribute_tensor: beside a FlatShard the other axes replicate; got [Shard(0), "
-              "FlatShard(offset=0, chunk=8)]; reduce or gather along them first");
+              "distribute_tensor: beside a FlatShard the other axes cut evenly; got [Shard(0), "
+              "FlatShard(offset=0, chunk=8)] on mesh(a=2, b=2), and dimension 0 of [5, 4] does not "
+              "divide by 2; gather along them first");
+    EXPECT_EQ(message_of<ConfigError>([&] {
+                distribute_tensor(x, mesh, {Shard(0), FlatShard{0, 3}});
+              }),
+              "distribute_tensor: the 2 chunks of FlatShard(offset=0, chunk=3) must hold all of "
+              "[2, 4]: offset + 8 elements is at most chunk * 2; give the unit's true chunk");
     EXPECT_THROW(distribute_tensor(x, mesh, {FlatShard{0, 8}, FlatShard{0, 8}}), ConfigError);
     EXPECT_THROW(from_local(zeros({8}), mesh, {FlatShard{0, 8}, Partial()}, {.shape = x.shape()}),
                  ConfigError);

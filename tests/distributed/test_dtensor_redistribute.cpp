@@ -215,6 +215,16 @@ class RandomWays {
           if (shard_dim(all[j]) == strided->dim) strided->split_factor *= mesh.axes()[j].size;
         }
       }
+      for (size_t i = 0; i < all.size(); ++i) {
+        auto* flat = std::get_if<FlatShard>(&all[i]);
+        if (flat == nullptr) continue;
+        int64_t left = numel_of(shape);
+        for (size_t j = 0; j < all.size(); ++j) {
+          if (shard_dim(all[j]) >= 0) left /= mesh.axes()[j].size;
+        }
+        const int ranks = mesh.axes()[i].size;
+        flat->chunk = (flat->offset + left + ranks - 1) / ranks + number(0, 1);
+      }
       try {
         return DTensorSpec{&mesh, all, shape}.checked("test").placements;
       } catch (const ConfigError&) {  // there is no such way
@@ -225,7 +235,7 @@ class RandomWays {
  private:
   Placement placement(const Shape& shape) {
     const int dim = number(0, shape.size() - 1);
-    switch (number(0, 5)) {
+    switch (number(0, 6)) {
       case 0:
         return Replicate();
       case 1:
@@ -234,6 +244,8 @@ class RandomWays {
         return StridedShard(dim);
       case 3:
         return Shard(dim);
+      case 4:
+        return FlatShard{number(0, 4), 0};
       default: {
         const int blocks = number(2, 4), size = static_cast<int>(shape[dim]);
         return BlockShard(dim, size % blocks == 0 ? blocks : size);
@@ -244,7 +256,7 @@ class RandomWays {
 };
 
 TEST(Redistribute, AnyWayToAnyOtherIsACutOfTheWhole) {
-  int strided_over_blocks = 0, blocks_to_blocks = 0;
+  int strided_over_blocks = 0, blocks_to_blocks = 0, runs_of_chunks = 0;
   for (const int ranks : {2, 3, 4, 6, 8}) {
     compared_ranks(ranks, [&](int rank) {
       RandomWays ways(static_cast<unsigned>(100 + ranks));
@@ -262,6 +274,9 @@ TEST(Redistribute, AnyWayToAnyOtherIsACutOfTheWhole) {
           const auto strided = [](const Placement& p) {
             return std::holds_alternative<StridedShard>(p);
           };
+          const auto run = [](const Placement& p) { return std::holds_alternative<FlatShard>(p); };
+          const auto cut = [](const Placement& p) { return shard_dim(p) >= 0; };
+          runs_of_chunks += (has(from, run) && has(from, cut)) || (has(to, run) && has(to, cut));
           blocks_to_blocks += has(from, block) && has(to, block);
           strided_over_blocks += has(to, block) && has(to, strided);
         }
@@ -270,6 +285,7 @@ TEST(Redistribute, AnyWayToAnyOtherIsACutOfTheWhole) {
   }
   EXPECT_GT(blocks_to_blocks, 100);
   EXPECT_GT(strided_over_blocks, 30);
+  EXPECT_GT(runs_of_chunks, 30);
 }
 
 TEST(Redistribute, BlocksThatDoNotDivideOrComeSecondAreConfigErrors) {

@@ -45,18 +45,23 @@ const std::vector<Row> kRoot = {{"table", {9, 4}, Shard(0)}};
 struct Layout {
   int dp_shard = 1, tp = 0, dp_replicate = 1;
   bool tp_first = false;  // the axes in the other order
+  Way way = Way::kFully;
+  bool even = false;  // only what two ranks along tp cut evenly
   int ranks() const { return dp_shard * std::max(tp, 1) * dp_replicate; }
   std::string describe() const {
     return "dp_replicate " + std::to_string(dp_replicate) + ", dp_shard " +
-           std::to_string(dp_shard) + ", tp " + std::to_string(tp) + (tp_first ? ", tp first" : "");
+           std::to_string(dp_shard) + ", tp " + std::to_string(tp) +
+           (tp_first ? ", tp first, " : ", ") + name_of(way);
   }
 };
 
 // Its arithmetic is element by element: what a rank has of a gradient has the bits of the whole's.
 struct Weights : nn::Module<Weights> {
   using Place = std::function<Tensor(const Row& row, const Tensor& whole)>;
-  Weights(const std::vector<Row>& rows, const Place& place) {
+  Weights(const std::vector<Row>& rows, const Place& place, bool even) {
     for (const Row& row : rows) {
+      const int dim = shard_dim(row.placement);
+      if (even && dim >= 0 && row.shape[dim] % (2 * blocks_of(row.placement)) != 0) continue;
       const Tensor values =
           randn(row.shape, {},
                 RandomStream{5, static_cast<uint64_t>(row.name[0]) + std::string(row.name).size()});
@@ -73,10 +78,10 @@ struct Weights : nn::Module<Weights> {
   std::function<void()> inside;
 };
 struct Parts : nn::Module<Parts> {
-  explicit Parts(const Weights::Place& place)
-      : attention(add<Weights>("attention", kAttention, place)),
-        mlp(add<Weights>("mlp", kMlp, place)),
-        rest(add<Weights>("rest", kRoot, place)) {}
+  Parts(const Weights::Place& place, bool even)
+      : attention(add<Weights>("attention", kAttention, place, even)),
+        mlp(add<Weights>("mlp", kMlp, place, even)),
+        rest(add<Weights>("rest", kRoot, place, even)) {}
   Tensor forward(const Tensor& x) { return attention(x) + mlp(x) + rest(x); }
   Weights &attention, &mlp, &rest;
 };
@@ -90,14 +95,16 @@ struct Training {
   explicit Training(const Layout& layout_in)
       : layout(layout_in),
         mesh(layout.ranks() > 1 ? std::make_unique<Mesh>(world(), axes()) : nullptr),
-        model([this](const Row& row, const Tensor& whole) {
-          if (layout.tp == 0) return whole;
-          return distribute_tensor(whole, (*mesh)["tp"], {row.placement}).set_requires_grad();
-        }) {
+        model(
+            [this](const Row& row, const Tensor& whole) {
+              if (layout.tp == 0) return whole;
+              return distribute_tensor(whole, (*mesh)["tp"], {row.placement}).set_requires_grad();
+            },
+            layout.even) {
     if (mesh != nullptr) {
       Mesh& data = layout.dp_replicate > 1 ? mesh->submesh({"dp_replicate", "dp_shard"})
                                            : (*mesh)["dp_shard"];
-      parallel = shard_in(Way::kFully, model, data, {.average = GradientAverage::kNone});
+      parallel = shard_in(layout.way, model, data, {.average = GradientAverage::kNone});
     }
     NamedTensors matrices, vectors;
     for (const NamedTensor& named : model.named_parameters()) {
@@ -226,6 +233,38 @@ TEST(FullyShardParts, TrainWithTheBitsOfOneProcess) {
       EXPECT_EQ(training.norms, alone.norms) << layout.describe();
       EXPECT_TRUE(training.bits(true) == expected) << layout.describe();
     });
+  }
+}
+
+TEST(FullyShardParts, RunsOfPartsTrainWithTheBitsOfOneProcess) {
+  Layout whole;
+  whole.even = true;
+  Training alone(whole);
+  alone.train(3);
+  const std::string expected = alone.bits(true);
+  const TestFolder folder;
+  for (const Layout& layout :
+       {Layout{4, 2, 1, false, Way::kZero1, true}, Layout{2, 2, 1, false, Way::kZero2, true},
+        Layout{2, 2, 1, true, Way::kZero2, true}, Layout{1, 2, 1, false, Way::kZero2, true}}) {
+    compared_ranks(layout.ranks(), [&](int) {
+      Training training(layout);
+      const Tensor c_attn = *training.model.attention.own[0];
+      EXPECT_EQ(c_attn.dim(), 1);
+      EXPECT_EQ(placements_of(c_attn)[layout.tp_first ? 0 : 1], Placement(BlockShard(0, 3)));
+      training.train(3);
+      EXPECT_EQ(training.norms, alone.norms) << layout.describe();
+      EXPECT_TRUE(training.bits(true) == expected) << layout.describe();
+      accelerate::StateIo().save_state(training.state(), folder.path("state"));
+    });
+    // And from their parts into others.
+    for (const Layout& to : {Layout{2, 2, 1, false, Way::kZero2, true}, whole,
+                             Layout{2, 2, 1, true, Way::kFully, true}}) {
+      compared_ranks(to.ranks(), [&](int) {
+        Training training(to);
+        accelerate::StateIo().load_state(training.state(), folder.path("state"));
+        EXPECT_TRUE(training.bits() == alone.bits()) << layout.describe() << to.describe();
+      });
+    }
   }
 }
 
@@ -467,12 +506,16 @@ TEST(FullyShardParts, OfAxesThatDoNotFitAreErrorsThatNameTheParameter) {
           "fully_shard: 'weight': Mesh: joined: mesh(dp=2, tp=2) and mesh(tp=2) of mesh(dp=2, "
           "tp=2) share 'tp'; take sub-meshes of other axes");
       EXPECT_THROW(fully_shard(net, other["dp"]), ConfigError);
-      EXPECT_EQ(message_of<UnsupportedError>([&] { zero(net, mesh["dp"], {}); }),
-                "zero: cuts whole parameters; 'weight' is " + net.weight.describe() +
-                    "; fully_shard() cuts parts once more");
       fully_shard(net, mesh["dp"]);
       EXPECT_THROW(fully_shard(net, mesh["dp"]), ConfigError);
     }
+    Net uneven(distribute_tensor(ones({5, 4}), mesh["tp"], {Shard(0)}));
+    EXPECT_EQ(message_of<UnsupportedError>([&] { zero(uneven, mesh["dp"], {}); }),
+              "zero: cuts parts of one size, and 'weight' is " + uneven.weight.describe() +
+                  ", of which ranks hold more than others; take fully_shard()");
+    Net frozen(distribute_tensor(ones({4, 4}), mesh["tp"], {Shard(0)}));
+    frozen.weight.set_requires_grad(false);
+    EXPECT_THROW(zero(frozen, mesh["dp"], {}), UnsupportedError);
     Net summand(from_local(ones({4, 4}), mesh["tp"], {Partial()}));
     EXPECT_EQ(message_of<UnsupportedError>([&] { fully_shard(summand, mesh["dp"]); }),
               "fully_shard: 'weight' is " + summand.weight.describe() +
