@@ -195,7 +195,7 @@ int run_schedule(const PlanRequest& request, const Settings& settings) {
   TS_CHECK_AS(UsageError, stages == 1 || kind == distributed::PipelineSchedule::kOneFOneB,
               kPlanCommand, "--pp-stages-per-rank above 1 is for --pp-schedule 1f1b; got ",
               request.pp_schedule);
-  const distributed::Schedule schedule =
+  const distributed::PipelineTable schedule =
       distributed::make_schedule(kind, ranks, stages, micro_batches);
   const distributed::Timing timing = distributed::simulate(schedule);
   nlohmann::ordered_json json = {

@@ -23,7 +23,7 @@ std::string tag_of(const Action& action) {
 
 }  // namespace
 
-PipelineExecutor::PipelineExecutor(Schedule schedule, std::vector<PipelineStage*> stages,
+PipelineExecutor::PipelineExecutor(PipelineTable schedule, std::vector<PipelineStage*> stages,
                                    PipelineGroups groups)
     : schedule_(std::move(schedule)),
       stages_(std::move(stages)),

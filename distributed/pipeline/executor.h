@@ -47,7 +47,8 @@ class PipelineExecutor {
   // `stages`: this rank's, rank, rank + ranks, ... They and the groups outlive the executor. Throws
   // ScheduleError; ValueError for a table without messages, stages or groups that do not fit it;
   // UnsupportedError for backwards in two halves.
-  PipelineExecutor(Schedule schedule, std::vector<PipelineStage*> stages, PipelineGroups groups);
+  PipelineExecutor(PipelineTable schedule, std::vector<PipelineStage*> stages,
+                   PipelineGroups groups);
 
   // One step. The losses of all micro-batches, on the rank of the last stage; elsewhere none.
   // ShapeError and DTypeError where outputs are not as those of the first micro-batch.
@@ -84,7 +85,7 @@ class PipelineExecutor {
   Group& group_of(bool backwards) { return backwards ? groups_.gradients : groups_.outputs; }
   int peer_of(const Action& action) const;
 
-  const Schedule schedule_;
+  const PipelineTable schedule_;
   const std::vector<PipelineStage*> stages_;
   const PipelineGroups groups_;
   const int rank_;

@@ -20,7 +20,7 @@ bool says_shapes(const Action& action) {
   return action.act == Act::kReceive && !action.backwards && action.micro == 0;
 }
 
-Schedule empty_schedule(int ranks, int stages_per_rank, int micro_batches) {
+PipelineTable empty_schedule(int ranks, int stages_per_rank, int micro_batches) {
   constexpr int kMost = std::numeric_limits<int16_t>::max();
   TS_CHECK(ranks >= 1 && stages_per_rank >= 1 && micro_batches >= 1, kSchedule,
            "ranks, stages on a rank and micro-batches are at least 1; got ", ranks, ", ",
@@ -43,7 +43,7 @@ struct StageProgress {
 
 class Checker {
  public:
-  explicit Checker(const Schedule& schedule)
+  explicit Checker(const PipelineTable& schedule)
       : schedule_(schedule),
         lowered_(schedule.lowered()),
         sends_(lowered_ && schedule.ranks() > 1),
@@ -194,7 +194,7 @@ class Checker {
     }
   }
 
-  const Schedule& schedule_;
+  const PipelineTable& schedule_;
   const bool lowered_, sends_;
   const int last_;
   std::vector<StageProgress> stages_;
@@ -204,7 +204,7 @@ class Checker {
 
 class Simulator {
  public:
-  Simulator(const Schedule& schedule, const Costs& costs)
+  Simulator(const PipelineTable& schedule, const Costs& costs)
       : schedule_(schedule),
         costs_(costs),
         sends_(schedule.lowered() && schedule.ranks() > 1),
@@ -400,7 +400,7 @@ class Simulator {
     timing_.bubble = all > 0 ? 1 - busy / all : 0;
   }
 
-  const Schedule& schedule_;
+  const PipelineTable& schedule_;
   const Costs& costs_;
   const bool sends_;
   std::vector<Rank> ranks_;
@@ -453,7 +453,7 @@ std::string Action::describe() const {
   return micro == -1 ? text : text + ", micro-batch " + std::to_string(micro);
 }
 
-bool Schedule::lowered() const {
+bool PipelineTable::lowered() const {
   return std::ranges::any_of(rows, [](const std::vector<Action>& row) {
     return std::ranges::any_of(row, [](const Action& action) { return !action.computes(); });
   });
@@ -473,8 +473,8 @@ double unit_cost(const Action& action) {
 
 // ---- Generators ---------------------------------------------------------------------------------
 
-Schedule gpipe(int ranks, int micro_batches) {
-  Schedule schedule = empty_schedule(ranks, 1, micro_batches);
+PipelineTable gpipe(int ranks, int micro_batches) {
+  PipelineTable schedule = empty_schedule(ranks, 1, micro_batches);
   for (int rank = 0; rank < ranks; ++rank) {
     auto& row = schedule.rows[static_cast<size_t>(rank)];
     for (const Act act : {Act::kForward, Act::kBackward}) {
@@ -485,8 +485,8 @@ Schedule gpipe(int ranks, int micro_batches) {
   return schedule;
 }
 
-Schedule one_f_one_b(int ranks, int micro_batches) {
-  Schedule schedule = empty_schedule(ranks, 1, micro_batches);
+PipelineTable one_f_one_b(int ranks, int micro_batches) {
+  PipelineTable schedule = empty_schedule(ranks, 1, micro_batches);
   for (int rank = 0; rank < ranks; ++rank) {
     auto& row = schedule.rows[static_cast<size_t>(rank)];
     const int warmup = std::min(ranks - 1 - rank, micro_batches);
@@ -498,9 +498,9 @@ Schedule one_f_one_b(int ranks, int micro_batches) {
   return schedule;
 }
 
-Schedule interleaved_1f1b(int ranks, int stages_per_rank, int micro_batches) {
+PipelineTable interleaved_1f1b(int ranks, int stages_per_rank, int micro_batches) {
   if (stages_per_rank == 1) return one_f_one_b(ranks, micro_batches);
-  Schedule schedule = empty_schedule(ranks, stages_per_rank, micro_batches);
+  PipelineTable schedule = empty_schedule(ranks, stages_per_rank, micro_batches);
   const int group = ranks * stages_per_rank;
   const int full = (micro_batches + ranks - 1) / ranks * group;  // as if the last group were whole
   for (int rank = 0; rank < ranks; ++rank) {
@@ -520,8 +520,8 @@ Schedule interleaved_1f1b(int ranks, int stages_per_rank, int micro_batches) {
   return schedule;
 }
 
-Schedule zero_bubble_h1(int ranks, int micro_batches) {
-  Schedule schedule = empty_schedule(ranks, 1, micro_batches);
+PipelineTable zero_bubble_h1(int ranks, int micro_batches) {
+  PipelineTable schedule = empty_schedule(ranks, 1, micro_batches);
   for (int rank = 0; rank < ranks; ++rank) {
     auto& row = schedule.rows[static_cast<size_t>(rank)];
     const auto add = [&](Act act, int micro) {
@@ -539,7 +539,8 @@ Schedule zero_bubble_h1(int ranks, int micro_batches) {
   return schedule;
 }
 
-Schedule make_schedule(PipelineSchedule kind, int ranks, int stages_per_rank, int micro_batches) {
+PipelineTable make_schedule(PipelineSchedule kind, int ranks, int stages_per_rank,
+                            int micro_batches) {
   TS_CHECK(kind == PipelineSchedule::kOneFOneB || stages_per_rank == 1, kSchedule,
            "only 1f1b has several stages on a rank; got ", stages_per_rank);
   switch (kind) {
@@ -553,12 +554,12 @@ Schedule make_schedule(PipelineSchedule kind, int ranks, int stages_per_rank, in
   TS_THROW(ValueError, kSchedule, "there is no schedule ", static_cast<int>(kind));
 }
 
-Timing simulate(const Schedule& schedule, const Costs& costs) {
+Timing simulate(const PipelineTable& schedule, const Costs& costs) {
   Checker(schedule).check();
   return Simulator(schedule, costs).run();
 }
 
-Schedule lower(const Schedule& computes, const LoweringOptions& options) {
+PipelineTable lower(const PipelineTable& computes, const LoweringOptions& options) {
   TS_CHECK(!computes.lowered(), kSchedule, "is lowered already");
   TS_CHECK(options.ahead >= 0, kSchedule, "ahead is at least 0; got ", options.ahead);
   for (const auto& row : computes.rows) {
@@ -606,7 +607,8 @@ Schedule lower(const Schedule& computes, const LoweringOptions& options) {
     }
   }
 
-  Schedule lowered{.stages = computes.stages, .micro_batches = computes.micro_batches, .rows = {}};
+  PipelineTable lowered{
+      .stages = computes.stages, .micro_batches = computes.micro_batches, .rows = {}};
   for (auto& events : placed) {
     std::ranges::stable_sort(
         events, {}, [](const Placed& event) { return std::pair(event.time, event.sender); });

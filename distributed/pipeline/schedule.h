@@ -1,8 +1,8 @@
 // Pipeline schedules as data: what each rank does in one step, in its order, without tensors.
 //
-//     const Schedule schedule = lower(one_f_one_b(4, 8));  // ranks, micro-batches
-//     const Timing timing = simulate(schedule);            // ScheduleError where it cannot be
-//     timing.bubble;                                       // 3 / 11
+//     const PipelineTable schedule = lower(one_f_one_b(4, 8));  // ranks, micro-batches
+//     const Timing timing = simulate(schedule);  // ScheduleError where it cannot be
+//     timing.bubble;                             // 3 / 11
 //
 // Stage s is on rank s % ranks. A generator gives what is calculated; lower() adds what ranks send
 // each other and when parameters are gathered and gradients reduced. Any table that simulate()
@@ -53,7 +53,7 @@ struct Action {
   friend bool operator==(const Action&, const Action&) = default;
 };
 
-struct Schedule {
+struct PipelineTable {
   int stages = 0;
   int micro_batches = 0;
   std::vector<std::vector<Action>> rows;  // of each rank
@@ -74,17 +74,17 @@ class ScheduleError : public ValueError {
 // numbers below 1.
 
 // All forwards, then all backwards. Activations of all micro-batches are alive.
-Schedule gpipe(int ranks, int micro_batches);
+PipelineTable gpipe(int ranks, int micro_batches);
 // A rank r begins with ranks - 1 - r forwards and then takes turns, so that activations of at most
 // min(micro_batches, ranks - r) micro-batches are alive (PipeDream-Flush).
-Schedule one_f_one_b(int ranks, int micro_batches);
+PipelineTable one_f_one_b(int ranks, int micro_batches);
 // Several stages on each rank, micro-batches by groups of `ranks` (Megatron): a bubble that is
 // smaller by the number of stages, for more messages. What is missing in the last group is left
 // out.
-Schedule interleaved_1f1b(int ranks, int stages_per_rank, int micro_batches);
+PipelineTable interleaved_1f1b(int ranks, int stages_per_rank, int micro_batches);
 // Gradients of weights wait for where there is nothing else to do, with at most as many live
 // activations as 1F1B's first rank has (Qi et al., Zero Bubble Pipeline Parallelism, ZB-H1).
-Schedule zero_bubble_h1(int ranks, int micro_batches);
+PipelineTable zero_bubble_h1(int ranks, int micro_batches);
 
 enum class PipelineSchedule : uint8_t {
   kGPipe,
@@ -92,7 +92,8 @@ enum class PipelineSchedule : uint8_t {
   kZeroBubbleH1,
 };
 // One of them, lowered. ValueError for several stages on a rank where only 1F1B has them.
-Schedule make_schedule(PipelineSchedule kind, int ranks, int stages_per_rank, int micro_batches);
+PipelineTable make_schedule(PipelineSchedule kind, int ranks, int stages_per_rank,
+                            int micro_batches);
 
 // ---- Time
 
@@ -109,7 +110,7 @@ struct LoweringOptions {
   Costs costs = unit_cost;
 };
 // `computes`: a schedule without messages. ScheduleError, ValueError for a lowered one.
-Schedule lower(const Schedule& computes, const LoweringOptions& options = {});
+PipelineTable lower(const PipelineTable& computes, const LoweringOptions& options = {});
 
 struct Timing {
   struct Span {
@@ -129,6 +130,6 @@ struct Timing {
 // and the bits of sums); each has its inputs; sends follow what they send; both ends of each pair
 // of ranks have one order of messages; parameters are there while they are used; a reduction comes
 // after the last gradient. ScheduleError, also if ranks would wait forever.
-Timing simulate(const Schedule& schedule, const Costs& costs = unit_cost);
+Timing simulate(const PipelineTable& schedule, const Costs& costs = unit_cost);
 
 }  // namespace tessera::distributed

@@ -34,7 +34,8 @@ std::string colour_of(Act act, int turn, int turns) {
 
 }  // namespace
 
-std::string schedule_picture(const Schedule& schedule, std::string_view name, const Costs& costs) {
+std::string schedule_picture(const PipelineTable& schedule, std::string_view name,
+                             const Costs& costs) {
   const Timing timing = simulate(schedule, costs);
   const int ranks = schedule.ranks(), turns = schedule.stages / ranks;
   double shortest = timing.seconds;

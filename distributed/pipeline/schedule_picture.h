@@ -11,7 +11,7 @@ namespace tessera::distributed {
 // An SVG with a box for each calculation, as long as it takes, with the number and the color of its
 // micro-batch. Gray is the bubble, whose share follows `name` (plain letters) in the title. On the
 // right of a row are the rank's live activations. Throws what simulate() does.
-std::string schedule_picture(const Schedule& schedule, std::string_view name,
+std::string schedule_picture(const PipelineTable& schedule, std::string_view name,
                              const Costs& costs = unit_cost);
 
 }  // namespace tessera::distributed

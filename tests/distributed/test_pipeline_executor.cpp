@@ -84,7 +84,7 @@ void expect_same_bits(const Tensor& a, const Tensor& b, const std::string& what)
   EXPECT_EQ(std::memcmp(a.data(), b.data(), static_cast<size_t>(a.nbytes())), 0) << what;
 }
 
-std::vector<std::unique_ptr<ChainStage>> stages_of(const Schedule& schedule, int rank) {
+std::vector<std::unique_ptr<ChainStage>> stages_of(const PipelineTable& schedule, int rank) {
   std::vector<std::unique_ptr<ChainStage>> own;
   for (int stage = rank; stage < schedule.stages; stage += schedule.ranks()) {
     own.push_back(std::make_unique<ChainStage>(stage, schedule.stages, schedule.micro_batches));
@@ -120,7 +120,7 @@ std::vector<std::string> messages_of(const std::vector<CommRecord>& records, con
   return messages;
 }
 
-void expect_as_in_one_process(const Schedule& schedule, int steps = 2) {
+void expect_as_in_one_process(const PipelineTable& schedule, int steps = 2) {
   const Run expected = in_one_process(schedule.stages, schedule.micro_batches, steps);
   compared_ranks(schedule.ranks(), [&](int rank) {
     const auto outputs = world().split(0), gradients = world().split(0);
@@ -176,10 +176,10 @@ TEST(PipelineExecutor, ReceivesMayBeIssuedLateOrFarAhead) {
 TEST(PipelineExecutor, WhatDoesNotFitIsAnError) {
   compared_ranks(2, [&](int rank) {
     const auto outputs = world().split(0), gradients = world().split(0), half = world().split(rank);
-    const Schedule schedule = lower(one_f_one_b(2, 2));
+    const PipelineTable schedule = lower(one_f_one_b(2, 2));
     const auto own = stages_of(schedule, rank);
-    const auto make = [&](const Schedule& table, std::vector<PipelineStage*> stages, Group& first,
-                          Group& second) {
+    const auto make = [&](const PipelineTable& table, std::vector<PipelineStage*> stages,
+                          Group& first, Group& second) {
       PipelineExecutor(table, std::move(stages), {first, second});
     };
     EXPECT_NO_THROW(make(schedule, pointers(own), *outputs, *gradients));
@@ -190,7 +190,7 @@ TEST(PipelineExecutor, WhatDoesNotFitIsAnError) {
     EXPECT_THROW(make(schedule, pointers(own), *outputs, *half), ValueError);
     EXPECT_THROW(make(lower(zero_bubble_h1(2, 2)), pointers(own), *outputs, *gradients),
                  UnsupportedError);
-    Schedule damaged = schedule;
+    PipelineTable damaged = schedule;
     std::swap(damaged.rows[1].front(), damaged.rows[1].back());
     EXPECT_THROW(make(damaged, pointers(own), *outputs, *gradients), ScheduleError);
   });
@@ -200,7 +200,7 @@ TEST(PipelineExecutor, ABatchOfAnotherShapeIsAnErrorThatNamesIt) {
   const std::string message = message_of<ShapeError>([] {
     failing_ranks("one of them throws", 2, [&](int rank) {
       const auto outputs = world().split(0), gradients = world().split(0);
-      const Schedule schedule = lower(one_f_one_b(2, 4));
+      const PipelineTable schedule = lower(one_f_one_b(2, 4));
       const auto own = stages_of(schedule, rank);
       own[0]->odd_micro = 2;
       PipelineExecutor(schedule, pointers(own), {*outputs, *gradients}).step();

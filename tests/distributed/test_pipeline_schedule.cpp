@@ -28,7 +28,7 @@ int below(Random& random, size_t end) {
 // Elements that a test asks for; fewer under a sanitizer.
 int count_of(int all) { return tests::kSanitizer ? all / 20 : all; }
 
-double bubble_of(const Schedule& schedule) {
+double bubble_of(const PipelineTable& schedule) {
   const Timing computes = simulate(schedule), lowered = simulate(lower(schedule));
   EXPECT_DOUBLE_EQ(computes.seconds, lowered.seconds);  // messages take no time here
   EXPECT_EQ(computes.live_activations, lowered.live_activations);
@@ -62,7 +62,7 @@ TEST(PipelineSchedule, BubblesAreThoseOfTheFormulas) {
 TEST(PipelineSchedule, LiveActivationsAreThoseOfTheSchedule) {
   for (int p = 1; p <= 6; ++p) {
     for (int m = 1; m <= 13; ++m) {
-      const auto live = [](const Schedule& schedule, int rank) {
+      const auto live = [](const PipelineTable& schedule, int rank) {
         return simulate(schedule).live_activations[static_cast<size_t>(rank)];
       };
       for (int rank = 0; rank < p; ++rank) {
@@ -79,7 +79,7 @@ TEST(PipelineSchedule, LiveActivationsAreThoseOfTheSchedule) {
 }
 
 TEST(PipelineSchedule, ALoweredRowReadsAsItRuns) {
-  const Schedule schedule = lower(one_f_one_b(2, 2));
+  const PipelineTable schedule = lower(one_f_one_b(2, 2));
   const auto text = [&](size_t rank) {
     std::string all;
     for (const Action& action : schedule.rows[rank]) all += action.describe() + "\n";
@@ -112,7 +112,7 @@ TEST(PipelineSchedule, ALoweredRowReadsAsItRuns) {
 }
 
 TEST(PipelineSchedule, MessagesGathersAndReductionsTakeTheirTime) {
-  const Schedule schedule = lower(one_f_one_b(2, 1));
+  const PipelineTable schedule = lower(one_f_one_b(2, 1));
   const Timing timing = simulate(schedule, [](const Action& action) {
     if (action.act == Act::kSend) return action.backwards ? 20.0 : 10.0;
     if (action.act == Act::kGather) return 5.0;
@@ -177,7 +177,7 @@ TEST(PipelineSchedule, ThePagesPictureIsTheOneThatIsDrawn) {
 class Toy {
  public:
   // `blocking`: a rank waits for each message where it issues it.
-  Toy(const Schedule& schedule, uint32_t seed, bool blocking)
+  Toy(const PipelineTable& schedule, uint32_t seed, bool blocking)
       : schedule_(schedule), random_(seed), blocking_(blocking), ranks_(schedule.rows.size()) {
     for (auto& numbers : inputs_) numbers.assign(places(), kNothing);
     forward_.assign(places(), kNothing);
@@ -294,24 +294,24 @@ class Toy {
     return true;
   }
 
-  const Schedule& schedule_;
+  const PipelineTable& schedule_;
   Random random_;
   const bool blocking_;
   std::vector<Rank> ranks_;
   std::vector<int64_t> inputs_[2], forward_, gradient_;
 };
 
-void expect_runs(const Schedule& schedule, uint32_t seed, bool blocking) {
+void expect_runs(const PipelineTable& schedule, uint32_t seed, bool blocking) {
   Toy toy(schedule, seed, blocking);
   ASSERT_TRUE(toy.run()) << "stuck, seed " << seed;
   ASSERT_TRUE(toy.right()) << "mixed up, seed " << seed;
 }
 
 // Any order in which each rank does what is ready, with halves of backwards in some stages.
-Schedule random_computes(Random& random) {
+PipelineTable random_computes(Random& random) {
   const int ranks = below(random, 5) + 1, stages = ranks * (below(random, 3) + 1);
   const int micro_batches = below(random, 6) + 1;
-  Schedule schedule{
+  PipelineTable schedule{
       .stages = stages, .micro_batches = micro_batches, .rows = std::vector<Row>(ranks)};
   struct Done {
     int forward = 0, gradient = 0, weight = 0;
@@ -362,11 +362,11 @@ Costs random_costs(uint32_t seed) {
 TEST(PipelineSchedule, NoRunGetsStuckWhereSendsEndWithTheirReceives) {
   for (int p = 1; p <= 6; ++p) {
     for (int m = 1; m <= 9; ++m) {
-      std::vector<Schedule> all = {gpipe(p, m), one_f_one_b(p, m), zero_bubble_h1(p, m)};
+      std::vector<PipelineTable> all = {gpipe(p, m), one_f_one_b(p, m), zero_bubble_h1(p, m)};
       for (int v = 2; v <= 3; ++v) all.push_back(interleaved_1f1b(p, v, m));
-      for (const Schedule& computes : all) {
+      for (const PipelineTable& computes : all) {
         for (int ahead = 0; ahead <= 3; ++ahead) {
-          const Schedule schedule = lower(computes, {.ahead = ahead});
+          const PipelineTable schedule = lower(computes, {.ahead = ahead});
           expect_runs(schedule, static_cast<uint32_t>(m), false);
         }
         expect_runs(lower(computes, {.ahead = 0}), static_cast<uint32_t>(m), true);
@@ -379,7 +379,7 @@ TEST(PipelineSchedule, TenThousandRandomSchedulesRunAtAnyCosts) {
   Random random(11);
   for (uint32_t number = 0; number < static_cast<uint32_t>(count_of(10'000)); ++number) {
     const int ahead = below(random, 4);
-    const Schedule schedule =
+    const PipelineTable schedule =
         lower(random_computes(random), {.ahead = ahead, .costs = random_costs(number)});
     expect_runs(schedule, number, false);
     if (ahead == 0) expect_runs(schedule, number, true);
@@ -396,7 +396,7 @@ struct Place {
 };
 using Which = std::function<bool(const Action&)>;
 
-std::vector<Place> places(const Schedule& schedule, const Which& which) {
+std::vector<Place> places(const PipelineTable& schedule, const Which& which) {
   std::vector<Place> found;
   for (size_t rank = 0; rank < schedule.rows.size(); ++rank) {
     for (size_t index = 0; index < schedule.rows[rank].size(); ++index) {
@@ -405,20 +405,20 @@ std::vector<Place> places(const Schedule& schedule, const Which& which) {
   }
   return found;
 }
-std::optional<Place> any_place(const Schedule& schedule, Random& random, const Which& which) {
+std::optional<Place> any_place(const PipelineTable& schedule, Random& random, const Which& which) {
   const std::vector<Place> found = places(schedule, which);
   if (found.empty()) return std::nullopt;
   return found[static_cast<size_t>(below(random, found.size()))];
 }
 // Another action that `which` takes, on the same rank.
-std::optional<Place> another(const Schedule& schedule, Random& random, Place than,
+std::optional<Place> another(const PipelineTable& schedule, Random& random, Place than,
                              const Which& which) {
   std::vector<Place> found = places(schedule, which);
   std::erase_if(found, [&](Place at) { return at.rank != than.rank || at.index == than.index; });
   if (found.empty()) return std::nullopt;
   return found[static_cast<size_t>(below(random, found.size()))];
 }
-Action& at(Schedule& schedule, Place place) { return schedule.rows[place.rank][place.index]; }
+Action& at(PipelineTable& schedule, Place place) { return schedule.rows[place.rank][place.index]; }
 
 bool alike(const Action& a, const Action& b) {
   return a.act == b.act && a.backwards == b.backwards && a.stage == b.stage;
@@ -429,7 +429,7 @@ bool is_gradient(const Action& action) {
 bool is_message(const Action& action) { return action.is_message(); }
 
 // Puts an action before the first, or the last, one of its rank that `which` takes.
-void move_before(Schedule& schedule, Place from, const Which& which, bool last) {
+void move_before(PipelineTable& schedule, Place from, const Which& which, bool last) {
   Row& row = schedule.rows[from.rank];
   const Action moved = row[from.index];
   std::vector<size_t> found;
@@ -442,9 +442,9 @@ void move_before(Schedule& schedule, Place from, const Which& which, bool last) 
 }
 
 // False where this schedule has nothing to damage so.
-using Damage = std::function<bool(Schedule&, Random&)>;
+using Damage = std::function<bool(PipelineTable&, Random&)>;
 
-bool swap_micro_batches(Schedule& schedule, Random& random) {
+bool swap_micro_batches(PipelineTable& schedule, Random& random) {
   const auto one = any_place(schedule, random, [](const Action& a) { return a.micro >= 0; });
   const Action first = at(schedule, *one);
   const auto two =
@@ -453,7 +453,7 @@ bool swap_micro_batches(Schedule& schedule, Random& random) {
   std::swap(at(schedule, *one).micro, at(schedule, *two).micro);
   return true;
 }
-bool drop_message(Schedule& schedule, Random& random) {
+bool drop_message(PipelineTable& schedule, Random& random) {
   const auto place = any_place(schedule, random, is_message);
   if (!place) return false;
   const Action dropped = at(schedule, *place);
@@ -472,7 +472,7 @@ bool drop_message(Schedule& schedule, Random& random) {
   erase(other.front());
   return true;
 }
-bool double_message(Schedule& schedule, Random& random) {
+bool double_message(PipelineTable& schedule, Random& random) {
   const auto place = any_place(schedule, random, is_message);
   if (!place) return false;
   Row& row = schedule.rows[place->rank];
@@ -482,7 +482,7 @@ bool double_message(Schedule& schedule, Random& random) {
   row.insert(row.begin() + to, twice);
   return true;
 }
-bool swap_in_queue(Schedule& schedule, Random& random) {
+bool swap_in_queue(PipelineTable& schedule, Random& random) {
   const auto one = any_place(schedule, random, is_message);
   if (!one) return false;
   const Action first = at(schedule, *one);
@@ -493,7 +493,7 @@ bool swap_in_queue(Schedule& schedule, Random& random) {
   std::swap(at(schedule, *one), at(schedule, *two));
   return true;
 }
-bool backward_before_forward(Schedule& schedule, Random& random) {
+bool backward_before_forward(PipelineTable& schedule, Random& random) {
   const Place place = *any_place(schedule, random, is_gradient);
   const Action moved = at(schedule, place);
   move_before(
@@ -504,7 +504,7 @@ bool backward_before_forward(Schedule& schedule, Random& random) {
       false);
   return true;
 }
-bool backwards_out_of_order(Schedule& schedule, Random& random) {
+bool backwards_out_of_order(PipelineTable& schedule, Random& random) {
   const Place one = *any_place(schedule, random, is_gradient);
   const Action first = at(schedule, one);
   const auto two = another(schedule, random, one, [&](const Action& a) { return alike(a, first); });
@@ -512,7 +512,7 @@ bool backwards_out_of_order(Schedule& schedule, Random& random) {
   std::swap(at(schedule, one), at(schedule, *two));
   return true;
 }
-bool weights_before_input(Schedule& schedule, Random& random) {
+bool weights_before_input(PipelineTable& schedule, Random& random) {
   const auto place =
       any_place(schedule, random, [](const Action& a) { return a.act == Act::kWeightGradient; });
   if (!place) return false;
@@ -525,7 +525,7 @@ bool weights_before_input(Schedule& schedule, Random& random) {
       false);
   return true;
 }
-bool reduce_early(Schedule& schedule, Random& random) {
+bool reduce_early(PipelineTable& schedule, Random& random) {
   const Place place =
       *any_place(schedule, random, [](const Action& a) { return a.act == Act::kReduce; });
   const int stage = at(schedule, place).stage;
@@ -537,7 +537,7 @@ bool reduce_early(Schedule& schedule, Random& random) {
       true);
   return true;
 }
-bool release_early(Schedule& schedule, Random& random) {
+bool release_early(PipelineTable& schedule, Random& random) {
   const Place place =
       *any_place(schedule, random, [](const Action& a) { return a.act == Act::kRelease; });
   const int stage = at(schedule, place).stage;
@@ -545,7 +545,7 @@ bool release_early(Schedule& schedule, Random& random) {
       schedule, place, [&](const Action& a) { return a.computes() && a.stage == stage; }, true);
   return true;
 }
-bool wrong_stage(Schedule& schedule, Random& random) {
+bool wrong_stage(PipelineTable& schedule, Random& random) {
   Action& changed = at(schedule, *any_place(schedule, random, [](const Action&) { return true; }));
   const int by = below(random, 5) + 1;
   changed.stage = static_cast<int16_t>(changed.stage + (below(random, 2) == 0 ? by : -by));
@@ -568,8 +568,8 @@ TEST(PipelineSchedule, EveryKindOfDamageIsRefused) {
     Random random(5);
     for (int done = 0; done < count_of(1000);) {
       const uint32_t seed = random();
-      const Schedule whole = lower(random_computes(random), {.costs = random_costs(seed)});
-      Schedule damaged = whole;
+      const PipelineTable whole = lower(random_computes(random), {.costs = random_costs(seed)});
+      PipelineTable damaged = whole;
       if (!damage(damaged, random)) continue;
       ++done;
       try {
@@ -592,7 +592,7 @@ TEST(PipelineSchedule, WhatIsTakenAfterDamageRuns) {
   Random random(6);
   int taken = 0;
   for (int number = 0; number < count_of(10'000); ++number) {
-    Schedule schedule = lower(random_computes(random), {.ahead = below(random, 3)});
+    PipelineTable schedule = lower(random_computes(random), {.ahead = below(random, 3)});
     Row& row = schedule.rows[static_cast<size_t>(below(random, schedule.rows.size()))];
     const auto from = static_cast<size_t>(below(random, row.size()));
     const size_t to = std::min(from + 1 + static_cast<size_t>(below(random, 3)), row.size() - 1);
@@ -610,13 +610,13 @@ TEST(PipelineSchedule, WhatIsTakenAfterDamageRuns) {
 }
 
 TEST(PipelineSchedule, ErrorsSayRankStageAndMicroBatch) {
-  Schedule schedule = lower(one_f_one_b(3, 4));
+  PipelineTable schedule = lower(one_f_one_b(3, 4));
   std::erase(schedule.rows[1], Action{.act = Act::kReceive, .stage = 1, .micro = 2});
   EXPECT_EQ(message_of<ScheduleError>([&] { simulate(schedule); }),
             "pipeline schedule: rank 1: forward of stage 1, micro-batch 2: its input has not been "
             "received");
   // Two ranks that both receive before they send.
-  Schedule circle = lower(interleaved_1f1b(2, 2, 1), {.ahead = 0});
+  PipelineTable circle = lower(interleaved_1f1b(2, 2, 1), {.ahead = 0});
   for (Row& row : circle.rows) {
     std::ranges::stable_partition(row, [](const Action& a) {
       return a.act == Act::kGather || (a.act == Act::kReceive && !a.backwards);
