@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -20,6 +21,7 @@
 #include <tessera/data/text/text.h>
 #include <tessera/data/text/wordpiece.h>
 #include <tessera/data/token_dataset.h>
+#include <tessera/data/tokenizer_json/pretrained_tokenizer.h>
 
 namespace tessera::data {
 namespace {
@@ -118,12 +120,44 @@ BENCHMARK(load_windows)->Arg(0)->Arg(1)->Arg(2)->ArgName("workers")->UseRealTime
 BENCHMARK(load_images)->Arg(0)->Arg(1)->Arg(2)->ArgName("workers")->UseRealTime();
 BENCHMARK(permutation)->Arg(1000)->Arg(60000)->Arg(int64_t{1} << 40)->ArgName("size");
 
+// GPT-2's vocabulary as a tokenizer.json, with a step before ByteLevel that cuts the text.
+PretrainedTokenizer pretrained(const nlohmann::json& split) {
+  using nlohmann::json;
+  json steps = json::array();
+  if (!split.is_null()) steps.push_back(split);
+  steps.push_back({{"type", "ByteLevel"},
+                   {"add_prefix_space", false},
+                   {"trim_offsets", true},
+                   {"use_regex", split.is_null()}});
+  json merges = json::array();
+  const std::string rules = read_text(data_path("gpt2/vocab.bpe"));
+  for (const std::string_view line : split_lines(rules)) merges.push_back(line);
+  const json file = {{"pre_tokenizer", {{"type", "Sequence"}, {"pretokenizers", steps}}},
+                     {"decoder", {{"type", "ByteLevel"}}},
+                     {"model",
+                      {{"type", "BPE"},
+                       {"vocab", json::parse(read_text(data_path("gpt2/encoder.json")))},
+                       {"merges", merges}}}};
+  return PretrainedTokenizer::parse(file.dump(), "bench");
+}
+
 void register_with_data() {
   static const BpeTokenizer gpt2 = BpeTokenizer::from_folder(data_path("gpt2"));
   static const WordPieceTokenizer bert = WordPieceTokenizer::from_file(data_path("bert/vocab.txt"));
   static const ByteTokenizer bytes;
-  const std::pair<const char*, const Tokenizer*> tokenizers[] = {
-      {"gpt2", &gpt2}, {"bert", &bert}, {"bytes", &bytes}};
+  static const PretrainedTokenizer json_gpt2 = pretrained(nullptr);
+  static const PretrainedTokenizer json_llama3 = pretrained(
+      {{"type", "Split"},
+       {"pattern",
+        {{"Regex",
+          R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)"}}},
+       {"behavior", "Isolated"},
+       {"invert", false}});
+  const std::pair<const char*, const Tokenizer*> tokenizers[] = {{"gpt2", &gpt2},
+                                                                 {"bert", &bert},
+                                                                 {"bytes", &bytes},
+                                                                 {"json_gpt2", &json_gpt2},
+                                                                 {"json_llama3", &json_llama3}};
   for (const auto& [name, tokenizer] : tokenizers) {
     for (const char* file : {"tinyshakespeare", "war-and-peace", "wikitext2-raw-valid"}) {
       const std::string path = std::string("text/") + file + ".txt";

@@ -36,6 +36,7 @@ void add_plan(CLI::App& app, int& exit_code);
 // name.
 void add_price(CLI::App& app, const std::vector<std::string>& words);
 void add_test(CLI::App& app, int& exit_code);
+void add_tokenize(CLI::App& app, int& exit_code);
 void add_agent(CLI::App& app, const std::vector<std::string>& program, int& exit_code);
 
 // One option for each setting of the table (accelerate/settings/config.h); `values` gets key and

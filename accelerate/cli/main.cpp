@@ -131,6 +131,7 @@ int run(int argc, char** argv) {
   cli::add_plan(app, exit_code);
   cli::add_price(app, program);
   cli::add_test(app, exit_code);
+  cli::add_tokenize(app, exit_code);
   cli::add_agent(app, program, exit_code);
 
   std::vector<std::string> words(argv + 1, argv + argc);

@@ -1,5 +1,5 @@
-// A text that is normalized and cut into pieces, and where each of its bytes comes from. Included by
-// this folder's .cpp files only.
+// A text that is normalized and cut into pieces, and where each of its bytes comes from. Included
+// by this folder's .cpp files only.
 //
 // The rules are those of the tokenizers package's NormalizedString: a character that replaces
 // another one has its place in the original, a new one has the place of what stands before it.

@@ -102,8 +102,8 @@ void JsonFields::wrong(const char* name, std::string_view wanted) const {
 }
 
 int32_t token_id_of(const Json& value, std::string_view place, std::string_view token) {
-  TS_CHECK_AS(FormatError, value.is_number_unsigned() && value.get<uint64_t>() < (1u << 24),
-              kPretrained, "ids are whole numbers from 0 to 2^24 - 1; that of ", place,
+  TS_CHECK_AS(FormatError, value.is_number_unsigned() && value.get<uint64_t>() < (1u << 21),
+              kPretrained, "ids are whole numbers from 0 to 2^21 - 1; that of ", place,
               token.empty() ? "" : " '", token, token.empty() ? "" : "'",
               " is not; get the file again.");
   return value.get<int32_t>();

@@ -1,5 +1,5 @@
 // One object of a tokenizer.json, whose fields are asked for by name: what is missing, of another
-// type or not asked for is an error that names its place. Included by this folder's .cpp files only.
+// type or not asked for is an error that names its place. Included by this folder's .cpp files.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ class JsonFields {
   std::vector<std::string_view> asked_;
 };
 
-// An id: FormatError unless it is a number from 0 to 2^24 - 1, more than any vocabulary has.
+// An id: FormatError unless it is a number from 0 to 2^21 - 1, more than any vocabulary has.
 int32_t token_id_of(const Json& value, std::string_view place, std::string_view token = {});
 
 }  // namespace tessera::data

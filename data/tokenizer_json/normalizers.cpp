@@ -10,6 +10,7 @@
 #include <tessera/data/text/text.h>
 #include <tessera/data/text/unicode.h>
 #include <tessera/data/tokenizer_json/charsmap.h>
+#include <tessera/data/tokenizer_json/package_categories.h>
 #include <tessera/data/tokenizer_json/patterns.h>
 
 namespace tessera::data {
@@ -91,9 +92,6 @@ void lower(AlignedText& text, uint32_t origin) {
 
 // ---- Unicode's normal forms ---------------------------------------------------------------------
 
-// The package has the tables of Unicode 9: what came later has no decomposition and no class.
-constexpr int kNormalizedVersion = 900;
-
 struct ChangedChar {
   char32_t value;
   int64_t change;
@@ -107,7 +105,7 @@ class Decomposition {
   std::vector<ChangedChar> run(std::string_view text) {
     for_each_character(text, [this](char32_t c) {
       if (c < 0x80) return push({c, 0, 0});
-      if (assigned_in(c) > kNormalizedVersion) return push({c, 0, 0});
+      if (!is_package_normalized(c)) return push({c, 0, 0});
       int64_t change = 0;
       decompose(c, compatible_, [&](char32_t part) {
         push({part, std::exchange(change, 1), combining_class(part)});
@@ -150,7 +148,7 @@ void put_composed(const std::vector<ChangedChar>& parts, Rewrite& rewrite) {
       const bool blocked = !marks.empty() && marks.back().combining_class >= next.combining_class;
       if (!blocked) {
         if (const std::optional<char32_t> both = compose(starter.value, next.value);
-            both && assigned_in(*both) <= kNormalizedVersion) {
+            both && is_package_normalized(*both)) {
           starter.value = *both;
           starter.change += next.change - 1;
           continue;
@@ -241,12 +239,9 @@ struct BertOptions {
   bool clean = true, ideographs = true, strip_accents = true, lowercase = true;
 };
 
-// unicode_categories, which the package uses, has the tables of Unicode 8.
-constexpr int kCategoryVersion = 800;
-
 bool is_bert_control(char32_t c) {
   if (c == '\t' || c == '\n' || c == '\r') return false;
-  return is_control(c);
+  return is_package_control(c);
 }
 // The package's range begins with U+2B920, where BERT's own begins with U+2B820.
 bool is_bert_ideograph(char32_t c) {
@@ -285,8 +280,7 @@ void run_bert(AlignedText& text, uint32_t origin, const BertOptions& options) {
   }
   if (options.strip_accents) {
     normalize(text, origin, NormalForm::kNfd);
-    filter(text, origin,
-           [](char32_t c) { return !is_nonspacing_mark(c) || assigned_in(c) > kCategoryVersion; });
+    filter(text, origin, [](char32_t c) { return !is_package_nonspacing_mark(c); });
   }
   if (options.lowercase) lower(text, origin);
 }
@@ -318,8 +312,7 @@ FunctionNormalizer::Function read_function(JsonFields& fields, const std::string
   if (type == "StripAccents") {
     return [](AlignedText& text, uint32_t origin) {
       if (is_ascii(text.text)) return;
-      filter(text, origin,
-             [](char32_t c) { return !is_mark(c) || assigned_in(c) > kNormalizedVersion; });
+      filter(text, origin, [](char32_t c) { return !is_package_mark(c); });
     };
   }
   if (type == "Strip") {

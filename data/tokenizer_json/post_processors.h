@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <tessera/data/tokenizer_json/json_fields.h>
-#include <tessera/data/tokenizer_json/pretrained_tokenizer.h>
+#include <tessera/data/tokenizer_json/pretrained_encoding.h>
 
 namespace tessera::data {
 

@@ -8,6 +8,7 @@
 #include <tessera/data/text/text.h>
 #include <tessera/data/text/unicode.h>
 #include <tessera/data/tokenizer_json/normalizers.h>
+#include <tessera/data/tokenizer_json/package_categories.h>
 #include <tessera/data/tokenizer_json/patterns.h>
 
 namespace tessera::data {
@@ -21,10 +22,10 @@ bool is_word(char32_t c) {
                         c == '_'
                   : is_word_character(c);
 }
-// The package has the punctuation of Unicode 8 (and all of ASCII's, symbols too).
+// All of ASCII's counts, symbols too.
 bool is_punctuation_mark(char32_t c) {
   if (c < 0x80) return c > ' ' && c != 0x7F && kAsciiClass[c] == CharClass::kOther;
-  return is_punctuation(c) && assigned_in(c) <= 800;
+  return is_package_punctuation(c);
 }
 
 // Writes every piece that is text anew: write(out, piece) appends what it becomes.

@@ -1,14 +1,24 @@
-// What stands beside a tokenizer.json. Included by this folder's .cpp files only.
+// What stands beside a tokenizer.json.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
-
-#include <tessera/data/tokenizer_json/pretrained_tokenizer.h>
 
 namespace tessera::data {
 
-// tokenizer_config.json, special_tokens_map.json and chat_template.jinja of a folder, those that are
-// there. FormatError, IoError.
+// What tokenizer_config.json and special_tokens_map.json say of the model.
+struct PretrainedConfig {
+  std::optional<std::string> bos_token, eos_token, pad_token, unk_token, cls_token, sep_token,
+      mask_token;
+  // transformers adds these tokens where a file's post-processor does not; here that alone counts.
+  std::optional<bool> add_bos_token, add_eos_token;
+  std::optional<int64_t> model_max_length;   // absent where the file means no limit
+  std::optional<std::string> chat_template;  // its text; it is not run here
+};
+
+// Of a folder's tokenizer_config.json, special_tokens_map.json and chat_template.jinja, those that
+// are there. FormatError, IoError.
 PretrainedConfig read_pretrained_config(const std::string& folder);
 
 }  // namespace tessera::data

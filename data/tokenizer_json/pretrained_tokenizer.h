@@ -20,57 +20,10 @@
 #include <vector>
 
 #include <tessera/data/text/tokenizer.h>
-#include <tessera/data/text/wordpiece.h>
+#include <tessera/data/tokenizer_json/pretrained_config.h>
+#include <tessera/data/tokenizer_json/pretrained_encoding.h>
 
 namespace tessera::data {
-
-// Characters (code points) [begin, end) of the text; each byte that is not UTF-8 counts as one
-// U+FFFD.
-struct TokenOffset {
-  int64_t begin = 0, end = 0;
-  bool operator==(const TokenOffset&) const = default;
-};
-
-// One sequence for a model, with special tokens and padding.
-struct PretrainedEncoding : Encoding {
-  std::vector<TokenId> special_tokens_mask;  // 1 for what the post-processor and padding added
-  std::vector<TokenOffset> offsets;          // [0, 0) for those
-};
-
-struct Truncation {
-  enum class Strategy {
-    kLongestFirst,  // of a pair the longer text loses first, until both are equally long
-    kOnlyFirst,
-    kOnlySecond,
-  };
-  int64_t max_length = 512;  // of ids, special tokens included
-  Strategy strategy = Strategy::kLongestFirst;
-  bool left = false;  // loses ids at the beginning
-};
-
-struct Padding {
-  std::optional<int64_t> length = {};  // absent: to the longest of the batch
-  int64_t to_multiple_of = 0;          // 0: of any
-  bool left = false;
-  TokenId id = 0, type_id = 0;
-};
-
-struct PretrainedEncodeOptions {
-  bool add_special_tokens = true;
-  // Overrides the file's settings of truncation and padding.
-  std::optional<Truncation> truncation = {};
-  std::optional<Padding> padding = {};
-};
-
-// What tokenizer_config.json and special_tokens_map.json define for the model.
-struct PretrainedConfig {
-  std::optional<std::string> bos_token, eos_token, pad_token, unk_token, cls_token, sep_token,
-      mask_token;
-  // transformers adds these tokens if a file's post-processor does not; here only the file counts.
-  std::optional<bool> add_bos_token, add_eos_token;
-  std::optional<int64_t> model_max_length;   // absent where the file means no limit
-  std::optional<std::string> chat_template;  // its text; it is not run here
-};
 
 class PretrainedTokenizer : public Tokenizer {
  public:

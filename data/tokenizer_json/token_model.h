@@ -79,8 +79,8 @@ class TokenModel {
   Vocabulary vocabulary_;
 };
 
-// `bytes`: pieces are bytes, where the vocabulary writes each as a character. UnsupportedError for a
-// type or a setting, FormatError for fields.
+// `bytes`: pieces are bytes, where the vocabulary writes each as a character. UnsupportedError for
+// a type or a setting, FormatError for fields.
 std::unique_ptr<TokenModel> read_model(const Json& value, const std::string& place, bool bytes);
 // Whether it can take bytes.
 bool model_takes_bytes(const Json& value);

@@ -79,8 +79,8 @@ class UnigramModel : public TokenModel {
   explicit UnigramModel(JsonFields& fields) {
     const Json& list = fields.array("vocab");
     const std::string place = fields.place() + ".vocab";
-    TS_CHECK_AS(FormatError, list.size() < (size_t{1} << 24), kPretrained, place,
-                " has more than 2^24 tokens; get the file again.");
+    TS_CHECK_AS(FormatError, list.size() < (size_t{1} << 21), kPretrained, place,
+                " has more than 2^21 tokens; get the file again.");
     double least = std::numeric_limits<double>::infinity();
     for (const Json& entry : list) {
       TS_CHECK_AS(

@@ -1,5 +1,5 @@
-// Tokenizers of tokenizer.json: ids, offsets and texts of the tokenizers package for each family, and
-// files that ask for what is not known.
+// Tokenizers of tokenizer.json: ids, offsets and texts of the tokenizers package for each family,
+// and files that ask for what is not known.
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>

@@ -1,5 +1,5 @@
 // Files that the pages' commands read and nobody wants to keep in the repository: a table of
-// points, a table of texts, and a small BERT in a folder of transformers.
+// points, texts, a tokenizer.json, and a small BERT in a folder of transformers.
 #include <cstdio>
 #include <fstream>
 #include <string>
@@ -19,6 +19,11 @@ int main() {
   for (int row = 0; row < 400; ++row, place += 2) {
     points << place[0] << ',' << place[1] << ',' << (place[0] > place[1] ? 1 : 0) << '\n';
   }
+
+  std::ofstream("tokenizer.json") << R"({"pre_tokenizer": {"type": "Whitespace"}, "model":
+      {"type": "WordPiece", "vocab": {"[UNK]": 0, "Hello": 1, "world": 2}}})";
+  std::ofstream("texts.jsonl") << "\"Hello world\"\n\"\"\n";
+  std::ofstream("README.txt") << "Hello world\n";
 
   std::ofstream texts("texts.csv");
   texts << "text,label\n";

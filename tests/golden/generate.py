@@ -16,6 +16,7 @@ import model_cases
 import muon_cases
 import op_cases
 import power_sgd_cases
+import tokenizer_cases
 import torch_files
 import training_cases
 import transform_cases
@@ -34,3 +35,4 @@ if __name__ == "__main__":
     transform_cases.write_all()
     torch_files.write_all()
     counterpart_cases.write_all()
+    tokenizer_cases.write_all()

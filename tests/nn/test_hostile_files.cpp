@@ -76,6 +76,27 @@ TEST(Regex, MatchesAsPythonsReDoes) {
   EXPECT_EQ(layer.group("model.norm", "idx"), std::nullopt);
 }
 
+TEST(Regex, FindsEveryMatchFromTheLeft) {
+  const auto matches = [](const char* pattern, std::string_view text) {
+    std::string all;
+    Regex(pattern, "test", {.unicode = true, .many_matches = true})
+        .for_each_match(text, [&](size_t begin, size_t end) {
+          all += std::to_string(begin) + "-" + std::to_string(end) + " ";
+        });
+    return all;
+  };
+  EXPECT_EQ(matches("a+", "aabca"), "0-2 4-5 ");
+  EXPECT_EQ(matches("a*", "aab"), "0-2 3-3 ") << "as Oniguruma, nothing where a match ended";
+  EXPECT_EQ(matches("x*", "\u00e9a"), "0-0 2-2 3-3 ") << "by characters";
+  EXPECT_EQ(matches("\\s+(?!\\S)|\\s+", "a   b "), "1-3 3-4 5-6 ");
+  EXPECT_EQ(matches("\\d", "7\u0667"), "0-1 1-3 ");
+  EXPECT_EQ(matches("(?i:k)", "kK\u212a"), "0-1 1-2 2-5 ");
+  EXPECT_EQ(matches("a", ""), "");
+  const std::string message =
+      message_of<ConfigError>([&] { matches("(a+)+[bc]", repeated("a", 60)); });
+  EXPECT_TRUE(mentions(message, "(a+)+[bc]")) << message;
+}
+
 TEST(HostileFiles, PatternsOfAnAdapterEndInAnError) {
   TestFolder folder;
   save_safetensors(folder.path("adapter_model.safetensors"), {});
