@@ -3,7 +3,7 @@
 // not see backends.
 //
 //     backend_thread.cpp  ranks are threads of this process; the last to come does the work, also
-//                         for tensors of one GPU that all share (one_device.h)
+//                         for tensors of one GPU that all share (backend_one_device.h)
 //     mpi/backend_mpi.cpp  one progress thread makes all MPI calls (where built with MPI)
 //     nccl/backend_nccl.cpp  tensors of GPUs, on streams beside the one that calculates
 //     backend_paired.cpp  the first two for CPU tensors, nccl for those of a GPU
@@ -27,7 +27,7 @@
 namespace tessera::distributed {
 
 class Store;
-struct QueuedCall;  // one_device.h
+struct QueuedCall;  // backend_one_device.h
 
 // Sent before every collective on the mpi and thread backends, so that ranks with different calls
 // raise instead of exchanging wrong data. All of it must agree.

@@ -9,8 +9,8 @@
 #include <tuple>
 
 #include <tessera/core/error.h>
+#include <tessera/distributed/transport/backend_one_device.h>
 #include <tessera/distributed/transport/deterministic.h>
-#include <tessera/distributed/transport/one_device.h>
 
 namespace tessera::distributed {
 namespace {

@@ -13,10 +13,10 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/profile/profiler.h>
+#include <tessera/distributed/transport/backend_one_device.h>
 #include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/captured_calls.h>
 #include <tessera/distributed/transport/group_request.h>
-#include <tessera/distributed/transport/one_device.h>
 #include <tessera/distributed/transport/watchdog.h>
 
 namespace tessera::distributed {

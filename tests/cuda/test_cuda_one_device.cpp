@@ -20,8 +20,8 @@
 #include <tessera/distributed/fully_shard/fully_shard.h>
 #include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/distributed/transport/backend_one_device.h>
 #include <tessera/distributed/transport/collectives.h>
-#include <tessera/distributed/transport/one_device.h>
 #include <tessera/distributed/transport/run_ranks.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>

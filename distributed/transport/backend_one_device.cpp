@@ -1,4 +1,4 @@
-#include <tessera/distributed/transport/one_device.h>
+#include <tessera/distributed/transport/backend_one_device.h>
 
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/error.h>
