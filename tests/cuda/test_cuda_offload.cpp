@@ -23,6 +23,7 @@
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/host_transfers.h>
 #include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/optim/clip.h>
@@ -230,6 +231,49 @@ TEST_F(CudaOffload, EveryOrderOfStreamsHasTheseBits) {
       }
     }
   }
+}
+
+// ---- Who may let go ----------------------------------------------------------------------------
+
+// Memory of the device that was downloaded serves again when the download has read it, however late
+// that stream is.
+TEST_F(CudaOffload, WhatIsLetGoOfIsReadByItsDownloadFirst) {
+  constexpr int64_t kElements = 4096;
+  int reused = 0;
+  for (uint64_t seed = 1; seed <= 16; ++seed) {
+    gpu::emulation::set_seed(seed);
+    on_gpus(1, [&](int rank) {
+      const NoGradGuard no_grad;
+      const std::shared_ptr<HostTransfers> copies = HostTransfers::of(cuda(rank));
+      std::vector<Tensor> hosts;
+      HostTransfers::EventPtr end;
+      const auto download = [&](double value) {
+        const Tensor source = full({kElements}, value).to(cuda(rank));
+        hosts.push_back(HostTransfers::empty({kElements}, kF32, MemoryCategory::kGradient));
+        end = copies->on_download_stream(copies->record_here(),
+                                         [&] { copies->download(hosts.back(), source); });
+        return source.data();
+      };
+      const void* const first = download(1);
+      const void* const second = download(2);
+      EXPECT_NE(first, second) << "it is held";
+      copies->let_go(true);
+      const Tensor next = raw::empty({kElements}, kF32, cuda(rank));
+      fill_(next, 3);
+      copies->let_go(false);
+      const Tensor last = raw::empty({kElements}, kF32, cuda(rank));
+      fill_(last, 4);
+      reused += (next.data() == first) + (last.data() == second);
+      HostTransfers::wait(end);
+      for (size_t i = 0; i < hosts.size(); ++i) {
+        const std::vector<float> values = hosts[i].to_vector<float>();
+        EXPECT_TRUE(
+            std::ranges::all_of(values, [&](float x) { return x == static_cast<float>(i + 1); }))
+            << "download " << i + 1 << ", seed " << seed;
+      }
+    });
+  }
+  EXPECT_GT(reused, 0) << "else nothing could be overwritten";
 }
 
 // ---- Who may write -----------------------------------------------------------------------------
