@@ -458,10 +458,12 @@ TEST_F(Durability, ShardsOfAModelAreReplacedAllOrNone) {
 
 // Whether a process is there is asked, and does nothing to it.
 TEST_F(Durability, WhatALivingProcessIsSavingStays) {
+  const auto before = std::signal(SIGHUP, SIG_DFL);  // the signal 1, which nohup lets be ignored
   const pid_t other = ::fork();
   if (other == 0) {
     for (;;) ::pause();
   }
+  std::signal(SIGHUP, before);
   const std::string folder = path("out/.saving-" + std::to_string(other) + "-abcdef");
   fs::create_directories(folder);
   save_weights(weights_of(1), path("out"), {.max_shard_size = "40B"});
