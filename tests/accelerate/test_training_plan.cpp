@@ -544,19 +544,24 @@ TEST(TrainingPlan, AThousandRanksHold16BytesAParameterAndPadding) {
   EXPECT_LE(static_cast<double>(largest), 1.2 * plan.mean_persistent());
 }
 
-TEST(TrainingPlan, ReplicasOfShardsOnFourThousandRanks) {
+TEST(TrainingPlan, ReplicasOfShardsOnThousandsOfRanks) {
   const PlannedModel model = gpt2_of(64, 2, 4, 32, 500);
-  Settings settings = settings_with(Sharding::kZero3);
-  settings.dp_replicate_size.value = 64;
-  const TrainingPlan plan = plan_of(model, settings, 4096);
-  ASSERT_EQ(plan.ranks.size(), 4096u);
-  EXPECT_EQ(plan.mesh, "mesh(dp_replicate=64, dp_shard=64)");
-  // Each group of shards is as the first one.
-  for (size_t rank = 0; rank < 4096; ++rank) EXPECT_EQ(plan.ranks[rank], plan.ranks[rank % 64]);
-  std::map<std::string, int64_t> axes;
-  for (const PlannedCollective& one : plan.collectives) axes[one.axis] += one.count;
-  EXPECT_EQ(axes["dp_replicate"], 3);      // sums of two blocks and of the root
-  EXPECT_EQ(axes["dp_shard"], 2 * 3 + 3);  // gathers twice, reductions once
+  for (const size_t shards : {64, 1024}) {
+    Settings settings = settings_with(Sharding::kZero3);
+    settings.dp_replicate_size.value = 64;
+    const size_t ranks = 64 * shards;
+    const TrainingPlan plan = plan_of(model, settings, static_cast<int>(ranks));
+    ASSERT_EQ(plan.ranks.size(), ranks);
+    EXPECT_EQ(plan.mesh, "mesh(dp_replicate=64, dp_shard=" + std::to_string(shards) + ")");
+    // Each group of shards is as the first one.
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      ASSERT_EQ(plan.ranks[rank], plan.ranks[rank % shards]) << rank;
+    }
+    std::map<std::string, int64_t> axes;
+    for (const PlannedCollective& one : plan.collectives) axes[one.axis] += one.count;
+    EXPECT_EQ(axes["dp_replicate"], 3);      // sums of two blocks and of the root
+    EXPECT_EQ(axes["dp_shard"], 2 * 3 + 3);  // gathers twice, reductions once
+  }
 }
 
 // ---- Networks and text --------------------------------------------------------------------------
