@@ -95,12 +95,38 @@ void add_all(DType dtype) {
   }
 }
 
+// Few queries beside a cache of keys and values, which query heads may share.
+void add_decode(DType dtype) {
+  struct Decode {
+    int64_t T, S, H, Hk, D;
+  };
+  for (const Decode& c : {Decode{1, 100, 6, 6, 64},
+                          {1, 1024, 12, 12, 64},
+                          {1, 1024, 32, 8, 128},
+                          {1, 4096, 32, 8, 128},
+                          {4, 1024, 32, 8, 64},
+                          {8, 1024, 32, 8, 128}}) {
+    const std::string name = std::string(name_of(dtype)) + "/decode/T" + std::to_string(c.T) +
+                             "_S" + std::to_string(c.S) + "_H" + std::to_string(c.H) + "_Hk" +
+                             std::to_string(c.Hk) + "_D" + std::to_string(c.D);
+    add(name, [c, dtype](benchmark::State& state) {
+      const NoGradGuard no_grad;
+      const Tensor query = randn({1, c.H, c.T, c.D}, {.dtype = dtype});
+      const Tensor key = randn({1, c.Hk, c.S, c.D}, {.dtype = dtype}), value = randn_like(key);
+      measure(state, dtype, false,
+              [&] { (void)scaled_dot_product_attention(query, key, value, {.enable_gqa = true}); });
+    });
+  }
+}
+
 }  // namespace
 }  // namespace tessera
 
 int main(int argc, char** argv) {
   tessera::add_all(tessera::kF32);
   tessera::add_all(tessera::kBF16);
+  tessera::add_decode(tessera::kF32);
+  tessera::add_decode(tessera::kBF16);
   benchmark::Initialize(&argc, argv);
   benchmark::RunSpecifiedBenchmarks();
 }

@@ -1,9 +1,11 @@
 // Matrix products at the shapes of a training step: GFLOP/s by dtype.
 //     bench_gemm --benchmark_filter=f32
-// bench/compare/products.py runs it beside PyTorch.
+// bench/compare/products.py runs it beside PyTorch. "decode/" rows are few tokens times weights:
+//     products.py --filter decode/ --threads 1
 #include <benchmark/benchmark.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <tessera/core/dispatch.h>
@@ -74,12 +76,24 @@ void run(benchmark::State& state, const Case& shape) {
 }
 
 template <class T>
-void add(const char* dtype) {
-  for (const Case& shape : kCases) {
-    const std::string name = std::string(dtype) + "/" + shape.name;
-    benchmark::RegisterBenchmark(name.c_str(), [&shape](benchmark::State& s) { run<T>(s, shape); })
-        ->MinTime(0.2)
-        ->UseRealTime();
+void add(const std::string& name, const Case& shape) {
+  benchmark::RegisterBenchmark(name.c_str(), [shape](benchmark::State& s) { run<T>(s, shape); })
+      ->MinTime(0.2)
+      ->UseRealTime();
+}
+
+template <class T>
+void add_all(const std::string& dtype) {
+  for (const Case& shape : kCases) add<T>(dtype + "/" + shape.name, shape);
+  for (const int64_t m : {1, 2, 4, 8, 16, 32, 64}) {
+    for (const auto& [k, n] :
+         {std::pair<int64_t, int64_t>{384, 1536}, {4096, 4096}, {384, 50257}}) {
+      for (const bool transposed : {true, false}) {
+        add<T>(dtype + "/decode/" + (transposed ? "nt_" : "nn_") + std::to_string(m) + "_" +
+                   std::to_string(n) + "_" + std::to_string(k),
+               {"", false, transposed, m, n, k});
+      }
+    }
   }
 }
 
@@ -87,10 +101,10 @@ void add(const char* dtype) {
 }  // namespace tessera::kernels
 
 int main(int argc, char** argv) {
-  tessera::kernels::add<float>("f32");
-  tessera::kernels::add<tessera::bf16>("bf16");
-  tessera::kernels::add<tessera::f16>("f16");
-  tessera::kernels::add<double>("f64");
+  tessera::kernels::add_all<float>("f32");
+  tessera::kernels::add_all<tessera::bf16>("bf16");
+  tessera::kernels::add_all<tessera::f16>("f16");
+  tessera::kernels::add_all<double>("f64");
   benchmark::Initialize(&argc, argv);
   benchmark::RunSpecifiedBenchmarks();
 }
