@@ -5,7 +5,8 @@
 //
 // Four engines, chosen by dtype, shape and strides alone:
 //   few rows    of C (at most 64, with a short K fewer), or one column: the matrix is read once,
-//               where it lies, at memory's speed (gemm_rows.h); bf16 in pairs with AVX-512 BF16
+//               where it lies, at memory's speed (gemm_rows.h); bf16 in pairs with AVX-512 BF16.
+//               A row has the same bits alone and among few
 //   f32         where the processor has AMX, its tiles with operands in three bf16 parts, which
 //               keeps the precision of f32 products (gemm_split.h; stretches of K with numbers so
 //               small or large that parts of products leave f32's range go through registers);
