@@ -77,8 +77,8 @@ class MarkRules {
   virtual ~MarkRules() = default;
   // The marks of all results of a call, before it runs. Throws for what has no meaning.
   virtual uint64_t of_results(const OpCall& call, std::span<const Tensor> inputs) const = 0;
-  // For what an op reads beside its operands, a mask or weights of classes: throws for a part and
-  // for a summand.
+  // For what an op reads beside its operands, a mask or weights of classes: throws unless it is the
+  // same on all ranks, and its mark says so.
   virtual void check_whole(const Op& op, std::string_view name, const Tensor& x) const = 0;
 };
 

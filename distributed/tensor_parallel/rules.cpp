@@ -418,9 +418,10 @@ class TypeRules final : public MarkRules {
   void check_whole(const Op& op, std::string_view name, const Tensor& x) const override {
     for (size_t axis = 0; axis < mesh_.axes(); ++axis) {
       const Mark mark = mark_of(x, axis);
-      TS_CHECK_AS(UnsupportedError, mark.is_invariant() || mark.is_replicated(), op, "along '",
-                  mesh_.name(axis), "' ", name, " ", x, " is ", describe(mark),
-                  ": the op reads it as a whole; convert it to replicated");
+      TS_CHECK_AS(UnsupportedError, mark.is_invariant(), op, "along '", mesh_.name(axis), "' ",
+                  name, " ", x, " is ", describe(mark),
+                  ": the op reads it beside its operands, as one of all ranks; convert it to "
+                  "invariant");
     }
   }
 
