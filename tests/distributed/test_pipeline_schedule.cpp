@@ -136,6 +136,12 @@ TEST(PipelineSchedule, MessagesGathersAndReductionsTakeTheirTime) {
             "release 19-19\nreduce 19-26\n");
   EXPECT_DOUBLE_EQ(timing.seconds, 41);
   EXPECT_DOUBLE_EQ(timing.bubble, 1 - 6.0 / 82);
+  // Messages of a queue come one after the other.
+  const PipelineTable two = lower(gpipe(2, 2));
+  const Timing slow = simulate(
+      two, [](const Action& action) { return action.act == Act::kSend ? 10 : unit_cost(action); });
+  const auto second = std::ranges::find(two.rows[0], Action{.act = Act::kSend, .micro = 1});
+  EXPECT_DOUBLE_EQ(slow.spans[0][static_cast<size_t>(second - two.rows[0].begin())].start, 11);
 }
 
 TEST(PipelineSchedule, NumbersThatCannotBeAreErrors) {
@@ -436,7 +442,7 @@ void move_before(PipelineTable& schedule, Place from, const Which& which, bool l
   for (size_t index = 0; index < row.size(); ++index) {
     if (which(row[index])) found.push_back(index);
   }
-  const size_t to = last ? found.back() : found.front();
+  const size_t to = found.empty() ? 0 : last ? found.back() : found.front();
   row.erase(row.begin() + static_cast<std::ptrdiff_t>(from.index));
   row.insert(row.begin() + static_cast<std::ptrdiff_t>(to), moved);
 }
@@ -593,10 +599,16 @@ TEST(PipelineSchedule, WhatIsTakenAfterDamageRuns) {
   int taken = 0;
   for (int number = 0; number < count_of(10'000); ++number) {
     PipelineTable schedule = lower(random_computes(random), {.ahead = below(random, 3)});
-    Row& row = schedule.rows[static_cast<size_t>(below(random, schedule.rows.size()))];
+    const auto rank = static_cast<size_t>(below(random, schedule.rows.size()));
+    Row& row = schedule.rows[rank];
     const auto from = static_cast<size_t>(below(random, row.size()));
     const size_t to = std::min(from + 1 + static_cast<size_t>(below(random, 3)), row.size() - 1);
-    std::swap(row[from], row[to]);
+    if (number % 2 == 0) {
+      std::swap(row[from], row[to]);
+    } else {
+      move_before(
+          schedule, {rank, from}, [&](const Action&) { return below(random, 3) == 0; }, false);
+    }
     try {
       simulate(schedule);
     } catch (const ScheduleError&) {
@@ -615,6 +627,22 @@ TEST(PipelineSchedule, ErrorsSayRankStageAndMicroBatch) {
   EXPECT_EQ(message_of<ScheduleError>([&] { simulate(schedule); }),
             "pipeline schedule: rank 1: forward of stage 1, micro-batch 2: its input has not been "
             "received");
+  PipelineTable exchanged = lower(one_f_one_b(2, 1));
+  std::swap(exchanged.rows[0], exchanged.rows[1]);
+  EXPECT_EQ(message_of<ScheduleError>([&] { simulate(exchanged); }),
+            "pipeline schedule: rank 0: gather of stage 1: is of rank 1");
+  // One queue in two orders.
+  PipelineTable disordered = lower(interleaved_1f1b(2, 2, 2), {.ahead = 0});
+  Row& row = disordered.rows[1];
+  const auto first = std::ranges::find_if(row, [](const Action& a) { return a.is_message(); });
+  const Action held{.act = Act::kReceive, .stage = 1, .micro = 1};
+  const Action later{.act = Act::kReceive, .stage = 3, .micro = 0};
+  ASSERT_EQ(first->describe(), "receive (output) of stage 1, micro-batch 0");
+  std::iter_swap(std::ranges::find(row, held), std::ranges::find(row, later));
+  EXPECT_THROW(simulate(disordered), ScheduleError);
+  PipelineTable marked = lower(gpipe(1, 1));
+  marked.rows[0][1].backwards = true;
+  EXPECT_TRUE(mentions(message_of<ScheduleError>([&] { simulate(marked); }), "only messages"));
   // Two ranks that both receive before they send.
   PipelineTable circle = lower(interleaved_1f1b(2, 2, 1), {.ahead = 0});
   for (Row& row : circle.rows) {
