@@ -137,11 +137,12 @@ TEST(PipelineSchedule, MessagesGathersAndReductionsTakeTheirTime) {
   EXPECT_DOUBLE_EQ(timing.seconds, 41);
   EXPECT_DOUBLE_EQ(timing.bubble, 1 - 6.0 / 82);
   // Messages of a queue come one after the other.
-  const PipelineTable two = lower(gpipe(2, 2));
-  const Timing slow = simulate(
-      two, [](const Action& action) { return action.act == Act::kSend ? 10 : unit_cost(action); });
-  const auto second = std::ranges::find(two.rows[0], Action{.act = Act::kSend, .micro = 1});
-  EXPECT_DOUBLE_EQ(slow.spans[0][static_cast<size_t>(second - two.rows[0].begin())].start, 11);
+  const PipelineTable three = lower(gpipe(2, 3));
+  const Timing slow = simulate(three, [](const Action& action) {
+    return action.act == Act::kSend ? 10 : unit_cost(action);
+  });
+  const auto third = std::ranges::find(three.rows[0], Action{.act = Act::kSend, .micro = 2});
+  EXPECT_DOUBLE_EQ(slow.spans[0][static_cast<size_t>(third - three.rows[0].begin())].start, 21);
 }
 
 TEST(PipelineSchedule, NumbersThatCannotBeAreErrors) {
@@ -632,21 +633,22 @@ TEST(PipelineSchedule, ErrorsSayRankStageAndMicroBatch) {
   EXPECT_EQ(message_of<ScheduleError>([&] { simulate(exchanged); }),
             "pipeline schedule: rank 0: gather of stage 1: is of rank 1");
   // One queue in two orders.
-  PipelineTable disordered = lower(interleaved_1f1b(2, 2, 2), {.ahead = 0});
-  Row& row = disordered.rows[1];
-  const auto first = std::ranges::find_if(row, [](const Action& a) { return a.is_message(); });
-  const Action held{.act = Act::kReceive, .stage = 1, .micro = 1};
-  const Action later{.act = Act::kReceive, .stage = 3, .micro = 0};
-  ASSERT_EQ(first->describe(), "receive (output) of stage 1, micro-batch 0");
-  std::iter_swap(std::ranges::find(row, held), std::ranges::find(row, later));
-  EXPECT_THROW(simulate(disordered), ScheduleError);
+  PipelineTable disordered = lower(interleaved_1f1b(2, 2, 2));
+  Row& row = disordered.rows[0];
+  const Action held{.act = Act::kSend, .stage = 0, .micro = 1};
+  std::erase(row, held);
+  row.insert(std::ranges::find(row, Action{.act = Act::kSend, .stage = 2, .micro = 0}) + 1, held);
+  EXPECT_EQ(
+      message_of<ScheduleError>([&] { simulate(disordered); }),
+      "pipeline schedule: rank 1: receive (output) of stage 1, micro-batch 1: comes where rank "
+      "0 sends that to stage 3 of micro-batch 0");
   PipelineTable marked = lower(gpipe(1, 1));
   marked.rows[0][1].backwards = true;
   EXPECT_TRUE(mentions(message_of<ScheduleError>([&] { simulate(marked); }), "only messages"));
   // Two ranks that both receive before they send.
   PipelineTable circle = lower(interleaved_1f1b(2, 2, 1), {.ahead = 0});
-  for (Row& row : circle.rows) {
-    std::ranges::stable_partition(row, [](const Action& a) {
+  for (Row& of_rank : circle.rows) {
+    std::ranges::stable_partition(of_rank, [](const Action& a) {
       return a.act == Act::kGather || (a.act == Act::kReceive && !a.backwards);
     });
   }
