@@ -1,4 +1,4 @@
-// `tessera convert`.
+// `tessera convert` and `tessera tokenize`: a model's files and texts.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -132,6 +132,64 @@ TEST_F(Convert, WhatCannotBeConvertedLeavesNothingBehind) {
                 R"({"weight_map": {"a": "../../etc/passwd"}})");
   expect_refused({path("empty"), path("z")}, "beside it");
   EXPECT_FALSE(fs::exists(path("z")));
+}
+
+class Tokenize : public testing::Test {
+ protected:
+  FinishedProcess tokenize(const std::string& words, const std::string& input) {
+    folder_.write("input", input);
+    return run_process(
+        {"sh", "-c",
+         kTesseraCommand + " tokenize --tokenizer " + words + " < " + folder_.path("input")},
+        {{"XDG_CONFIG_HOME", "/nonexistent"}});
+  }
+  const std::string family_ = golden_path("tokenizers/bert_cased");
+  TestFolder folder_;
+};
+
+TEST_F(Tokenize, AnswersEachLineAsThePackageDoes) {
+  const auto cases = tests::golden_json("tokenizers/bert_cased/cases.json");
+  std::string texts, answers, with_offsets, ids, decoded;
+  for (const auto& c : cases["texts"]) {
+    texts += c["text"].dump() + "\n";
+    answers += nlohmann::json{{"ids", c["ids"]}}.dump() + "\n";
+    ids += c["ids"].dump() + "\n";
+    decoded += c["decoded"].dump() + "\n";
+    nlohmann::json pairs = nlohmann::json::array();
+    for (size_t i = 0; i < c["offsets"].size(); i += 2) {
+      pairs.push_back({c["offsets"][i], c["offsets"][i + 1]});
+    }
+    with_offsets += nlohmann::json{{"ids", c["ids"]}, {"offsets", pairs}}.dump() + "\n";
+  }
+  EXPECT_EQ(tokenize(family_ + " --json", texts).output, answers);
+  EXPECT_EQ(tokenize(family_ + "/tokenizer.json --json --offsets", texts).output, with_offsets);
+  EXPECT_EQ(tokenize(family_ + " --json --decode", answers).output, decoded);
+  EXPECT_EQ(tokenize(family_ + " --json --decode", ids).output, decoded);
+}
+
+TEST_F(Tokenize, TakesLinesOfText) {
+  const std::string gpt2 = golden_path("tokenizers/gpt2");
+  const FinishedProcess ids = tokenize(gpt2 + " --no-special-tokens", "the war\n\nthe\n");
+  ASSERT_EQ(ids.code(), 0) << ids;
+  const FinishedProcess texts = tokenize(gpt2 + " --decode --skip-special-tokens", ids.output);
+  EXPECT_EQ(texts.output, "the war\n\nthe\n") << ids << texts;
+}
+
+TEST_F(Tokenize, NamesTheLineThatItCannotTake) {
+  const auto expect_complaint = [&](const std::string& words, const std::string& input,
+                                    const std::string& part, int code = 1) {
+    const FinishedProcess process = tokenize(words, input);
+    EXPECT_EQ(process.code(), code) << process;
+    EXPECT_TRUE(process.complained(part)) << process;
+  };
+  expect_complaint(family_ + " --json", "\"a\"\nb\n", "line 2");
+  expect_complaint(family_ + " --json", "\"a\"\n[1]\n", "line 2");
+  expect_complaint(family_ + " --json --decode", "{\"idz\": [1]}\n", "line 1");
+  expect_complaint(family_ + " --json --decode", "[1, -1]\n", "-1");
+  expect_complaint(family_ + " --decode", "1 x\n", "line 1");
+  expect_complaint(family_ + " --decode", "100000\n", "100000");
+  expect_complaint(family_ + " --offsets", "a\n", "--offsets", 2);
+  expect_complaint(folder_.path("none"), "a\n", "none");
 }
 
 }  // namespace
