@@ -145,7 +145,7 @@ class Tensor {
   // "f32[2, 3] cpu", "undefined"
   std::string describe() const;
 
-  // ---- Methods defined in autograd/tensor_methods.cpp: thin forwards to autograd/ops.h ----------
+  // ---- Methods defined in autograd/ops/tensor_methods.cpp: thin forwards to autograd/ops.h ------
   // Every op that torch.Tensor has as a method, with the contract that it has there.
   // clang-format off
   bool requires_grad() const;

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 
-#include <tessera/autograd/mark_rules.h>
 #include <tessera/core/context.h>
-#include <tessera/distributed/tensor_parallel/rules.h>
 
 namespace tessera::distributed {
 namespace {

@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include <tessera/autograd/mark_rules.h>
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/tensor_parallel/mark.h>
@@ -44,5 +45,8 @@ ComputeMesh& compute_mesh();
 // Gives the context one: ops check marks from here on. The same mesh again changes nothing;
 // ConfigError for another one while the first one lives.
 ComputeMesh& use_compute_mesh(Mesh& mesh);
+
+// The rules for marks along its axes: a table at the head of compute_mesh_rules.cpp.
+std::unique_ptr<MarkRules> make_rules(const ComputeMesh& mesh);
 
 }  // namespace tessera::distributed
