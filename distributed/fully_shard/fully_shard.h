@@ -18,11 +18,11 @@
 // Call methods other than forward as model.call(&Model::encode, x), which gathers as operator()
 // does; nothing has to be registered.
 //
-// A parameter that is a DTensor already, a chunk or a copy along other axes of the same mesh (tensor
-// parallelism), is sharded once more: mesh["dp_shard"] beside mesh["tp"] makes a DTensor over both.
-// In a call it is what it was before: this rank's part along the other axes, plain. The sharded
-// dimension is the first that those axes leave whole and that divides, else a StridedShard of
-// dimension 0.
+// A parameter that is a DTensor already, a chunk or a copy along other axes of the same mesh
+// (tensor parallelism), is sharded once more: mesh["dp_shard"] beside mesh["tp"] makes a DTensor
+// over both. In a call it is what it was before: this rank's part along the other axes, plain. The
+// sharded dimension is the first that those axes leave whole and that divides, else a StridedShard
+// of dimension 0.
 // If its gradient is declared a summand along those axes (set_grad_placements: the weight of a norm
 // whose ranks along tp have tokens of their own), it is sharded along them too, as along one axis
 // with the data's: one reduce-scatter adds both up.

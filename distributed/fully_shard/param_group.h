@@ -61,8 +61,8 @@ struct ShardedParam {
   // The placements of a parameter that was a part before, along axes that stay as they are (tensor
   // parallelism). Then the whole is that part, and the shard a DTensor over these axes, too.
   std::optional<DTensorSpec> across = {};
-  // The mesh along whose last axis it is sharded, if not along the unit's: its gradient is a summand
-  // on more ranks than the unit's, which add it up and hold its parts.
+  // The mesh along whose last axis it is sharded, if not along the unit's: its gradient is a
+  // summand on more ranks than the unit's, which add it up and hold its parts.
   Mesh* mesh = nullptr;
   std::optional<DType> cast = {};     // see [Note: casts]: only its copies in this dtype are read
   std::shared_ptr<Fp8Part> fp8 = {};  // or its bytes

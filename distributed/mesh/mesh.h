@@ -8,7 +8,7 @@
 //     grid["cp"];                                                // and of one
 //     grid.flatten({"dp_replicate", "dp_shard"}, "dp");          // a product that has a name:
 //     grid["dp"];                                                // an axis from now on
-//     grid.view({{"dp_replicate"}, {"fsdp", {"dp_shard", "cp"}}});  // a mesh whose axes are products
+//     grid.view({{"dp_replicate"}, {"fsdp", {"dp_shard", "cp"}}});  // a mesh of products
 //
 // Code that depends on a number of ranks (loaders, loss scaling, sharding) uses an axis or a
 // product of axes, never the world. Ranks are numbered row by row: the last axis varies fastest.
@@ -17,9 +17,9 @@
 // [Note: collective calls] Groups are made by a collective of the whole mesh: the constructor makes
 // those of single axes, group({..}) and flatten() that of a product at its first use (a sub-mesh
 // asks its parent), view() those of all its products. Every rank of the outermost mesh makes these
-// calls alike, even if its own part of a product needs none. Everything else communicates nothing: a product that was used before,
-// one that is a single axis (the others having size 1) or the whole world, and submesh(). One
-// thread at a time.
+// calls alike, even if its own part of a product needs none. Everything else communicates nothing:
+// a product that was used before, one that is a single axis (the others having size 1) or the whole
+// world, and submesh(). One thread at a time.
 #pragma once
 
 #include <functional>

@@ -59,7 +59,8 @@ struct BlockShard {
   int blocks = 1;
   friend bool operator==(const BlockShard&, const BlockShard&) = default;
 };
-// Of what other axes leave, the row-major elements e with i * chunk <= offset + e < (i + 1) * chunk are rank i's.
+// Rank i holds the row-major elements e with i * chunk <= offset + e < (i + 1) * chunk of what the
+// other axes leave.
 struct FlatShard {
   int64_t offset = 0;  // of the tensor's first element in its unit
   int64_t chunk = 0;   // elements of the unit on a rank

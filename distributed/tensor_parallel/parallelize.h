@@ -25,7 +25,7 @@
 // but one, and kSequence modules take it so: their parameters are replicated, and their gradients
 // are summands, which reduce_replicated_gradients() adds up in one call.
 //
-// Between the modules every op checks what it is given (rules.h): a composition that would give
+// Between the modules every op checks what it is given (compute_mesh_rules.cpp): a composition that would give
 // other numbers than one process is an UnsupportedError of the op.
 #pragma once
 
