@@ -20,6 +20,7 @@
 #include <tessera/core/factory/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/call_scopes.h>
@@ -762,7 +763,9 @@ void ModuleBase::copy_state_from(const ModuleBase& source) {
 StateDict ModuleBase::state_dict() const {
   StateDict state;
   visit_state("", [&](const std::string& name, const Tensor& tensor, bool persistent, bool) {
-    if (persistent && tensor.defined()) state.set(name, tensor.detach());
+    if (!persistent || !tensor.defined()) return;
+    check_undivided(tensor, name, "state_dict");
+    state.set(name, tensor.detach());
   });
   return state;
 }

@@ -10,6 +10,7 @@
 
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/core/error.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/broadcast.h>
 #include <tessera/distributed/data_parallel/replicate.h>
@@ -104,6 +105,7 @@ Owner owner_of(const Tensor* place) {
 void check_free(const Tensor* place, const std::string& name, std::string_view where) {
   TS_CHECK_AS(ConfigError, !is_replicated(*place), where, "'", name,
               "' belongs to a Replica, which reduces whole gradients; let it go first");
+  check_undivided(*place, name, where);
   if (!is_dtensor(*place)) return;
   const Owner owner = owner_of(place);
   TS_CHECK_AS(ConfigError, !owner.at_this_place, where, "'", name, "' belongs to ",

@@ -10,6 +10,9 @@
 
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
+#include <tessera/distributed/data_parallel/replicate.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
 #include <tessera/distributed/tensor_parallel/convert.h>
@@ -265,6 +268,11 @@ TEST(TensorParallel, ParametersAreThisRanksParts) {
     EXPECT_EQ(model->transformer.wte.weight.shape(), (Shape{rank == 0 ? 26 : 25, 32}));
     EXPECT_TRUE(model->transformer.wte.weight.is(model->lm_head.weight));
     EXPECT_THROW(optim::clip_grad_norm(model->parameters(), 1.0), UnsupportedError);
+    EXPECT_THROW(model->state_dict(), UnsupportedError);
+    Mesh data(world(), {{"dp_shard", 2}});
+    EXPECT_THROW(replicate(*model, data), UnsupportedError);
+    EXPECT_THROW(zero(*model, data, {.stage = 1}), UnsupportedError);
+    EXPECT_THROW(fully_shard(*model, data), UnsupportedError);
     // The keys of this rank's heads are its rows of the second block.
     const auto& all = whole->transformer.h.at<nn::models::gpt2::Block>(0).attn.c_attn.weight;
     const Tensor own = attention.c_attn.weight.detach();
