@@ -56,7 +56,8 @@ INSTANTIATE_TEST_SUITE_P(Table, Ops, testing::Range<size_t>(0, op_rows().size())
                          [](const auto& info) { return std::string(op_rows()[info.param].name); });
 
 TEST(OpTable, EveryRecordHasARow) {
-  // Steps that other ops take, whose rows exercise them; what hooks of modules stand on, which
+  // Steps that other ops take, whose rows exercise them; the records of full_like() and its kin,
+  // which mark their results (test_ops_marks) and are no part of a tape; what hooks of modules stand on, which
   // test_module covers, touch() of a sharded unit, which test_fully_shard_states does, what stands
   // for ops of outlined models, which test_training_plan does; convert() of marked tensors, which
   // test_conversions does; linear layers in fp8, which are
@@ -70,6 +71,8 @@ TEST(OpTable, EveryRecordHasARow) {
                                         "module_boundary",
                                         "touch",
                                         "convert",
+                                        "full_like",
+                                        "rand_like",
                                         "wrong_variant_of_the_tests",
                                         "listed_product",
                                         "listed_read",

@@ -303,7 +303,7 @@ TEST(OpsMarks, RecordsWithoutARuleAreKnown) {
                                             "fp8_linear_cross_entropy_whole",
                                             "fp8_linear_gelu_linear"};
   for (const tessera::Op* op : all_ops()) {
-    if (op->marks != MarkRule::kNone) continue;
+    if (op->marks != MarkRule::kNone || op->name.starts_with("test_")) continue;
     EXPECT_TRUE(known.contains(op->name)) << op->name << " has no rule for marked operands";
   }
 }

@@ -269,7 +269,7 @@ TEST(TensorParallel, ParametersAreThisRanksParts) {
     EXPECT_TRUE(model->transformer.wte.weight.is(model->lm_head.weight));
     EXPECT_THROW(optim::clip_grad_norm(model->parameters(), 1.0), UnsupportedError);
     EXPECT_THROW(model->state_dict(), UnsupportedError);
-    Mesh data(world(), {{"dp_shard", 2}});
+    Mesh data(world());
     EXPECT_THROW(replicate(*model, data), UnsupportedError);
     EXPECT_THROW(zero(*model, data, {.stage = 1}), UnsupportedError);
     EXPECT_THROW(fully_shard(*model, data), UnsupportedError);
