@@ -179,7 +179,8 @@ class Optimizer {
     const Tensor& target() const { return master.defined() ? master : parameter; }
     const Tensor& model_copy() const { return master.defined() ? parameter : cached_cast; }
   };
-  // Reads or writes one option of a group, by name.
+  // Reads or writes one option of a group, by name. What is only read is not written: state_dict()
+  // of one optimizer may run in several threads.
   class OptionVisitor {
    public:
     virtual ~OptionVisitor() = default;
@@ -195,20 +196,22 @@ class Optimizer {
     void operator()(const char* name, bool& value) {
       double number = value;
       visit(name, OptionRange::kAny, {&number, 1});
-      value = number != 0;
+      if (value != (number != 0)) value = number != 0;
     }
     // For states: f32 or bf16.
     void operator()(const char* name, DType& value) {
       auto bits = static_cast<double>(8 * size_of(value));
       visit(name, OptionRange::kBits, {&bits, 1});
-      value = bits == 16 ? kBF16 : kF32;
+      if (const DType chosen = bits == 16 ? kBF16 : kF32; chosen != value) value = chosen;
     }
     template <class T>
     requires(std::is_integral_v<T> || std::is_enum_v<T>) void operator()(
         const char* name, T& value, OptionRange range = OptionRange::kAny) {
       auto number = static_cast<double>(value);
       visit(name, range, {&number, 1});
-      value = static_cast<T>(static_cast<int64_t>(number));
+      if (const T chosen = static_cast<T>(static_cast<int64_t>(number)); chosen != value) {
+        value = chosen;
+      }
     }
   };
   // The arguments of one call of update(): parameters of a group with the same step number.
