@@ -18,6 +18,7 @@
 #include <tessera/precision/fp8_linear.h>
 
 #include "gemm_model.h"
+#include "nccl_fixture.h"
 #include "sharded_blocks.h"
 
 namespace tessera::distributed::test_cuda_accelerator_offload {
