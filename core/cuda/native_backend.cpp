@@ -211,6 +211,14 @@ std::string describe_device(int index) {
          " MiB";
 }
 
+int64_t free_memory(int index) {
+  require_index(index, "cuda");
+  const CurrentDevice scope(index);
+  size_t free = 0, total = 0;
+  TS_CUDA(cudaMemGetInfo(&free, &total));
+  return static_cast<int64_t>(free);
+}
+
 void require_device(int index, const char* where) {
   require_index(index, where);
   require_capability(index, where);

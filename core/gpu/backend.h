@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -31,6 +32,8 @@ int device_count();
 std::string unavailable_reason();
 // "NVIDIA H200, sm_90, 139 GiB"
 std::string describe_device(int index);
+// Bytes that no process uses.
+int64_t free_memory(int index);
 // Throws DeviceError unless `index` is a device of this machine. Also brings the kernels in.
 void require_device(int index, const char* where);
 

@@ -19,6 +19,7 @@ std::string unavailable_reason() {
   return "this program has no backend for cuda; use cpu, or build with the CUDA toolkit on PATH";
 }
 std::string describe_device(int) { refuse("cuda"); }
+int64_t free_memory(int) { refuse("cuda"); }
 void require_device(int, const char* where) { refuse(where); }
 Allocator& device_allocator(int) { refuse("allocator"); }
 void record_use(int, void*) { refuse("cuda"); }
