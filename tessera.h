@@ -113,6 +113,9 @@
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/batch_size.h>
+#include <tessera/accelerate/big_model/device_map.h>
+#include <tessera/accelerate/big_model/dispatch.h>
+#include <tessera/accelerate/big_model/model_tree.h>
 #include <tessera/accelerate/deepspeed.h>
 #include <tessera/accelerate/full_values.h>
 #include <tessera/accelerate/graphed_step.h>

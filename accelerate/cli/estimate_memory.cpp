@@ -13,6 +13,8 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <tessera/accelerate/big_model/device_map.h>
+#include <tessera/accelerate/big_model/transformers_tree.h>
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/plan/planned_model.h>
 #include <tessera/accelerate/plan/training_plan.h>
@@ -122,6 +124,7 @@ struct EstimateRequest {
   int64_t ranks = 1;
   int64_t batch = 0;
   int64_t tokens = 0;
+  std::string max_memory = {};
   bool json = false;
 };
 
@@ -180,6 +183,18 @@ std::vector<ModeRow> modes(const Model& model, const Dtype& dtype, const Way& wa
   return rows;
 }
 
+// Where weights of `dtype` lie within the limits, by transformers' names.
+accelerate::DeviceMap device_map_of(const Model& model, const Dtype& dtype,
+                                    const EstimateRequest& request) {
+  TS_CHECK_AS(UsageError, dtype.bytes >= 2, kEstimate,
+              "--max-memory places weights of f32, f16 and bf16; got ", dtype.name);
+  return accelerate::infer_auto_device_map(
+      accelerate::transformers_tree(model.trained),
+      {.max_memory = accelerate::parse_max_memory(request.max_memory),
+       .no_split = {accelerate::kUndivided},
+       .dtype = dtype.bytes == 4 ? kF32 : kF16});
+}
+
 // An integer where one can be so large.
 nlohmann::json json_bytes(double bytes) {
   return bytes < 0x1p63 ? nlohmann::json(static_cast<int64_t>(bytes)) : nlohmann::json(bytes);
@@ -223,6 +238,14 @@ int estimate(const EstimateRequest& request) {
                                      {"total", json_bytes(mode.total())}};
         }
       }
+      if (!request.max_memory.empty()) {
+        nlohmann::ordered_json map = nlohmann::ordered_json::object();
+        for (const auto& [name, place] : device_map_of(model, dtype, request)) {
+          map[name] = place.describe();
+        }
+        if (dtypes.size() == 1) out["device_map"] = map;
+        row["device_map"] = std::move(map);
+      }
       out["dtypes"].push_back(row);
     }
     std::printf("%s\n", out.dump(2).c_str());
@@ -254,6 +277,14 @@ int estimate(const EstimateRequest& request) {
   for (const Dtype& dtype : dtypes) {
     for (const Way& way : ways_of(dtype)) print_modes(dtype, way);
   }
+  if (request.max_memory.empty()) return 0;
+  for (const Dtype& dtype : dtypes) {
+    std::printf("\nplaces of weights in %s within %s\n", dtype.name.c_str(),
+                request.max_memory.c_str());
+    for (const auto& [name, place] : device_map_of(model, dtype, request)) {
+      std::printf("%-40s %s\n", name.empty() ? "(all)" : name.c_str(), place.describe().c_str());
+    }
+  }
   return 0;
 }
 
@@ -275,6 +306,8 @@ void add_estimate_memory(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 30));
   command->add_option("--sequence-length", request->tokens, "tokens of each")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 30));
+  command->add_option("--max-memory", request->max_memory,
+                      "cuda:0=10GB,cpu=30GB: which modules lie on which device, the rest on disk");
   command->add_flag("--json", request->json, "exact bytes, for programs");
   command->callback([request, &exit_code] { exit_code = estimate(*request); });
 }

@@ -24,18 +24,19 @@ using namespace nn::models;
 Tensor indices(const Shape& shape) { return zeros(shape, {.dtype = kI64, .device = kMeta}); }
 
 ModelDimensions dimensions_of(const GptConfig& config) {
-  return {config.width,      config.layers, config.heads,  config.inner_width(),
-          config.vocab_size, config.width,  config.context};
+  return {config.width, config.layers,  config.heads, config.inner_width(),       config.vocab_size,
+          config.width, config.context, false,        config.width / config.heads};
 }
 ModelDimensions dimensions_of(const BertConfig& config) {
-  return {config.width,      config.layers, config.heads,  config.inner_width(),
-          config.vocab_size, config.width,  config.context};
+  return {config.width, config.layers,  config.heads, config.inner_width(),       config.vocab_size,
+          config.width, config.context, false,        config.width / config.heads};
 }
 ModelDimensions dimensions_of(const LlamaConfig& config) {
   return {config.width,      config.layers,
           config.heads,      config.inner,
           config.vocab_size, config.keys() * config.head(),
-          config.context,    true};
+          config.context,    true,
+          config.head()};
 }
 
 Tensor loss_of(Gpt& model, int64_t batch, int64_t length) {

@@ -21,6 +21,7 @@ namespace tessera::accelerate {
 struct ModelDimensions {
   int64_t width = 0, layers = 0, heads = 0, inner = 0, vocabulary = 0, kv_width = 0, context = 0;
   bool gated = false;
+  int64_t head = 0;  // width of one head
 };
 
 struct PlannedModel {

@@ -6,10 +6,15 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <string>
 #include <system_error>
 #include <utility>
 
 #include <tessera/core/error.h>
+#include <tessera/core/plain_text.h>
 
 namespace tessera {
 namespace {
@@ -30,6 +35,15 @@ std::string_view remedy_of_reading(int error) {
     default:
       return "check the disk and the path";
   }
+}
+
+// The pages that hold the bytes.
+std::pair<void*, size_t> pages_of(std::span<const std::byte> bytes) {
+  static const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<uintptr_t>(bytes.data());
+  const uintptr_t first = begin / page * page;
+  const uintptr_t end = (begin + bytes.size() + page - 1) / page * page;
+  return {reinterpret_cast<void*>(first), end - first};
 }
 
 [[noreturn]] void fail(const std::string& path, std::string_view what, int error) {
@@ -93,6 +107,37 @@ MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   return *this;
+}
+
+bool are_file_pages(std::span<const std::byte> bytes) {
+  if (bytes.empty()) return false;
+  uintptr_t begin = reinterpret_cast<uintptr_t>(bytes.data());
+  const uintptr_t end = begin + bytes.size();
+  PlainText<std::ifstream> maps("/proc/self/maps");
+  for (std::string line; begin < end && std::getline(maps, line);) {
+    // "7f00-7f10 rw-p OFFSET DEVICE INODE PATH", in ascending order.
+    unsigned long from = 0, to = 0, inode = 0;
+    char rights[5] = {};
+    if (std::sscanf(line.c_str(), "%lx-%lx %4s %*s %*s %lu", &from, &to, rights, &inode) != 4) {
+      return false;
+    }
+    if (to <= begin) continue;
+    if (from > begin || inode == 0 || rights[3] != 'p') return false;
+    begin = to;
+  }
+  return begin >= end;
+}
+
+void read_pages_ahead(std::span<const std::byte> bytes) {
+  if (bytes.empty()) return;
+  const auto [first, size] = pages_of(bytes);
+  ::madvise(first, size, MADV_WILLNEED);
+}
+
+void drop_file_pages(std::span<const std::byte> bytes) {
+  if (bytes.empty()) return;
+  const auto [first, size] = pages_of(bytes);
+  ::madvise(first, size, MADV_DONTNEED);
 }
 
 }  // namespace tessera

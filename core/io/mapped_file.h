@@ -41,4 +41,14 @@ class MappedFile {
   size_t size_ = 0;
 };
 
+// ---- Pages of any mapping, for who reads more than memory holds
+// Whether all bytes are pages of a file that nobody else sees written: those of a MappedFile. Such
+// pages can be dropped and come back with the file's contents. Reads /proc/self/maps.
+bool are_file_pages(std::span<const std::byte> bytes);
+// The kernel begins to read them; returns at once. A hint.
+void read_pages_ahead(std::span<const std::byte> bytes);
+// Takes pages out of this process's memory; the next access maps or reads them again. Only where
+// are_file_pages(): what was written to them is lost.
+void drop_file_pages(std::span<const std::byte> bytes);
+
 }  // namespace tessera

@@ -5,11 +5,13 @@
 #include <map>
 
 #include <tessera/accelerate/big_model/device_map.h>
+#include <tessera/accelerate/big_model/transformers_tree.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/norm.h>
 #include <nlohmann/json.hpp>
 
+#include "finished_process.h"
 #include "golden_files.h"
 #include "message_of.h"
 
@@ -89,6 +91,22 @@ TEST(DeviceMap, IsAcceleratesOfTransformersModelsAndRandomTrees) {
     }
   }
   EXPECT_GT(cases, 400U);
+}
+
+TEST(DeviceMap, IsAcceleratesForFoldersOfTransformers) {
+  const Json folders = golden_json("device_map_folders.json");
+  for (const Json& one : folders) {
+    TestFolder folder;
+    folder.write("config.json", one["config"].dump());
+    const DeviceMap map =
+        infer_auto_device_map(transformers_tree(PlannedModel::read(folder.path(""))),
+                              {.max_memory = parse_max_memory(one["max_memory"].get<std::string>()),
+                               .no_split = {kUndivided},
+                               .dtype = dtype_named(one["dtype"])});
+    EXPECT_EQ(by_name(map), one["map"].get<decltype(by_name(map))>())
+        << one["config"]["model_type"] << ' ' << one["max_memory"];
+  }
+  EXPECT_GE(folders.size(), 40U);
 }
 
 // Accelerate's ModelForTest.

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "accelerate/tessera_command.h"
+#include "golden_files.h"
 
 namespace tessera::test_memory_commands {
 namespace {
@@ -219,6 +220,33 @@ TEST(EstimateMemory, SizesThatAreTooLargeAreSaidAndNeverNegative) {
   for (const auto& [name, value] : rows["dtypes"][0]["per_rank"]["one rank"].items()) {
     EXPECT_GE(value.get<double>(), 0) << name;
   }
+}
+
+TEST(EstimateMemory, SaysWhichModulesLieWhereByTransformersNames) {
+  const nlohmann::json one = tests::golden_json("device_map_folders.json")[1];
+  TestFolder folder;
+  folder.write("config.json", one["config"].dump());
+  const auto out =
+      estimate({folder.path(""), "--dtypes", "f32", "--max-memory", one["max_memory"]});
+  EXPECT_EQ(out["device_map"], one["map"]);
+  EXPECT_EQ(out["dtypes"][0]["device_map"], one["map"]);
+  const FinishedProcess text = tessera_command(
+      {"estimate-memory", folder.path(""), "--dtypes", "f32", "--max-memory", one["max_memory"]});
+  EXPECT_NE(text.output.find("transformer.drop"), std::string::npos) << text;
+}
+
+TEST(EstimateMemory, RefusesLimitsThatSayNothing) {
+  TestFolder folder;
+  const std::string file = folder.write("config.json", kBertBaseCased);
+  const auto refused = [&](const std::vector<std::string>& words, const char* word) {
+    std::vector<std::string> command = {"estimate-memory", file};
+    command.insert(command.end(), words.begin(), words.end());
+    const FinishedProcess process = tessera_command(command);
+    EXPECT_NE(process.code(), 0);
+    EXPECT_NE(process.output.find(word), std::string::npos) << process;
+  };
+  refused({"--max-memory", "tpu=1GB"}, "tpu");
+  refused({"--max-memory", "cpu=1GB", "--dtypes", "fp8"}, "fp8");
 }
 
 // ---- plan

@@ -1,6 +1,7 @@
-"""Device maps and balanced limits of Accelerate for models of transformers and random trees: device_maps.json.
+"""Device maps and balanced limits of Accelerate for models of transformers and random trees: device_maps.json, and
+for folders with a config.json: device_map_folders.json.
 
-    python tests/golden/device_map_cases.py tests/golden/device_maps.json   # accelerate, transformers, torch
+    python tests/golden/device_map_cases.py tests/golden   # accelerate, transformers, torch
 
 A tree is [class, [[name, numel, dtype, is_buffer, tied_to]...], [[name, tree]...]]; limits are [[place, bytes]...].
 """
@@ -133,16 +134,57 @@ def case(model, rng):
     return row
 
 
+def folders():
+    import transformers as t
+
+    small = dict(vocab_size=97, hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
+    gated = dict(**small, intermediate_size=64, num_key_value_heads=2)
+    configs = [
+        (t.GPT2LMHeadModel, t.GPT2Config(vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64)),
+        (t.GPT2LMHeadModel, t.GPT2Config(vocab_size=97, n_embd=32, n_layer=4, n_head=4, n_positions=64, tie_word_embeddings=False)),
+        (t.BertForSequenceClassification, t.BertConfig(**small, intermediate_size=64, max_position_embeddings=40)),
+        (t.LlamaForCausalLM, t.LlamaConfig(**gated)),
+        (t.LlamaForCausalLM, t.LlamaConfig(**gated, tie_word_embeddings=True)),
+        (t.MistralForCausalLM, t.MistralConfig(**gated)),
+        (t.Qwen2ForCausalLM, t.Qwen2Config(**gated)),
+        (t.Qwen3ForCausalLM, t.Qwen3Config(**gated, head_dim=8)),
+    ]
+    out = []
+    for make, config in configs:
+        config.architectures = [make.__name__]
+        with init_empty_weights():
+            model = make(config)
+        model.tie_weights()
+        total = compute_module_sizes(model)[""]
+        for cpu, gpu, dtype in [(0.7, None, "f32"), (0.9, 0.5, "f32"), (0.4, 0.6, "f16"), (2.5, None, "f32"), (0.02, None, "f32")]:
+            limits = {} if gpu is None else {0: int(total * gpu)}
+            limits["cpu"] = int(total * cpu)
+            found = infer_auto_device_map(
+                model, max_memory=dict(limits), no_split_module_classes=model._no_split_modules, dtype=torch.float16 if dtype == "f16" else None
+            )
+            out.append({"config": json.loads(config.to_json_string(use_diff=False)), "dtype": dtype,
+                        "max_memory": ",".join(f"{place(k)}={v}" for k, v in limits.items()), "map": {k: place(v) for k, v in found.items()}})
+    return out
+
+
+def write(path, rows):
+    with open(path, "w") as f:
+        f.write("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
+
+
 def main():
     warnings.simplefilter("ignore")
     rng = random.Random(7)
-    models = list(transformers_models()) + [(f"random{i}", random_model(rng)) for i in range(60)]
+    library = list(transformers_models())
+    for _, model in library:
+        model.tie_weights()  # without effect where weights are not made yet
+    models = library + [(f"random{i}", random_model(rng)) for i in range(60)]
     out = []
     for name, model in models:
         rows = [case(model, rng) for _ in range(20 if not name.startswith("random") else 6)]
         out.append({"name": name, "tree": tree_of(model), "sizes": dict(compute_module_sizes(model)) if name in ("gpt2", "llama") else {}, "cases": [r for r in rows if r]})
-    with open(sys.argv[1], "w") as f:
-        f.write("[\n" + ",\n".join(json.dumps(m, separators=(",", ":")) for m in out) + "\n]\n")
+    write(sys.argv[1] + "/device_maps.json", out)
+    write(sys.argv[1] + "/device_map_folders.json", folders())
 
 
 main()
