@@ -11,7 +11,8 @@
 
 namespace tessera {
 
-const Op detail::kAutocastWeight{.name = "autocast_weight", .reads_copies = inputs(0)};
+const Op detail::kAutocastWeight{
+    .name = "autocast_weight", .marks = MarkRule::kPointwise, .reads_copies = inputs(0)};
 
 namespace {
 

@@ -155,7 +155,8 @@ file(GLOB checkpoint_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_D
 file(GLOB shard_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/distributed
   ${CMAKE_CURRENT_SOURCE_DIR}/distributed/backward/*.cpp
   ${CMAKE_CURRENT_SOURCE_DIR}/distributed/data_parallel/*.cpp
-  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/fully_shard/*.cpp)
+  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/fully_shard/*.cpp
+  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/tensor_parallel/parallelize.cpp)
 tessera_floor(distributed DEPENDS tessera_nn tessera_optim tessera_precision
   WITHOUT ${checkpoint_sources} ${shard_sources})
 target_link_libraries(tessera_distributed PUBLIC nlohmann_json::nlohmann_json)  # objects are JSON

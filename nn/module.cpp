@@ -764,7 +764,10 @@ StateDict ModuleBase::state_dict() const {
   StateDict state;
   visit_state("", [&](const std::string& name, const Tensor& tensor, bool persistent, bool) {
     if (!persistent || !tensor.defined()) return;
-    check_undivided(tensor, name, "state_dict");
+    TS_CHECK_AS(UnsupportedError, tensor.impl()->marks == 0, "state_dict", "'", name, "' is ",
+                tensor,
+                ", this rank's part in a call of a divided model "
+                "(parallelize_module); take the state outside of the call");
     state.set(name, tensor.detach());
   });
   return state;

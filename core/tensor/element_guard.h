@@ -48,12 +48,5 @@ inline void check_whole(const Tensor& x, std::string_view where) {
   TS_CHECK_AS(UnsupportedError, guard == nullptr, where, "works on whole tensors; got ", x, "; ",
               guard->remedy());
 }
-// For a parameter that several ranks calculate with together (tensor parallelism): what takes it for
-// all of its values, or for one of equal replicas, would be wrong in silence.
-inline void check_undivided(const Tensor& x, std::string_view name, std::string_view where) {
-  TS_CHECK_AS(UnsupportedError, !x.defined() || x.impl()->marks == 0, where, "'", name,
-              "' is divided along an axis of tensor parallelism (parallelize_module); a divided "
-              "model can be neither saved nor replicated nor sharded further yet");
-}
 
 }  // namespace tessera

@@ -261,10 +261,7 @@ Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& opt
   state->parameters = without(model.named_parameters(), options.ignored, found);
   state->buffers = without(model.named_buffers(), options.ignored, found);
   for (const NamedTensors* tensors : {&state->parameters, &state->buffers}) {
-    for (const auto& [name, tensor] : *tensors) {
-      check_whole(tensor, "replicate");
-      check_undivided(tensor, name, "replicate");
-    }
+    for (const auto& [name, tensor] : *tensors) check_whole(tensor, "replicate");
   }
   for (const std::string& name : options.ignored) {
     TS_CHECK_AS(ConfigError, found.contains(name), "replicate", "the ignored '", name,

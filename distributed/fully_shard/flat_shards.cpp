@@ -43,7 +43,7 @@ FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<Sha
   if (is_offloaded()) part_ = new_part();
   for (size_t i = 0; i < params_.size(); ++i) {
     ShardedParam& param = params_[i];
-    param.whole = leaf_over(part_view(run_, param.shape, offsets_[i]), param.shard.requires_grad());
+    param.whole = leaf_over(part_view(run_, param.shape, offsets_[i]), param);
     Tensor part = home_of(i);
     if (param.shard.is_meta() && !MetaMemoryGuard::holds()) {
       part = raw::empty(part.shape(), dtype_, device_);  // by itself, as in RowShards

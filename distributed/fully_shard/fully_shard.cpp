@@ -7,6 +7,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/distributed/fully_shard/local_parts.h>
 #include <tessera/distributed/fully_shard/shard_setup.h>
 
 namespace tessera::distributed {
@@ -70,6 +71,9 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
   for (const nn::ModuleBase* module : modules) {
     TS_CHECK_AS(ConfigError, module != nullptr, where, "got a null pointer for one of ",
                 modules.size(), " modules; give modules that exist");
+  }
+  let_go_of_local_parts(modules);
+  for (const nn::ModuleBase* module : modules) {
     TS_CHECK_AS(ConfigError, ShardedModules::current().find(*module) == nullptr, where, "'",
                 module->dotted_name(), "' (", module->type_name(),
                 ") has a unit already; call it once for a module");

@@ -16,6 +16,7 @@
 #include <tessera/distributed/backward/mutant.h>
 #include <tessera/distributed/fully_shard/part_memory.h>
 #include <tessera/distributed/fully_shard/released_storage.h>
+#include <tessera/distributed/mesh/divided_parameter.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
 namespace tessera::distributed {
@@ -112,9 +113,13 @@ std::vector<uint32_t> ParamGroup::shard_versions() const {
   return versions;
 }
 
-Tensor ParamGroup::leaf_over(const Tensor& elements, bool requires_grad) {
+Tensor ParamGroup::leaf_over(const Tensor& elements, const ShardedParam& param) {
   Tensor leaf = raw::as_parameter(elements);
-  if (requires_grad) leaf.set_requires_grad();
+  if (param.shard.requires_grad()) leaf.set_requires_grad();
+  if (const DividedParameter* divided = divided_parameter(param.shard)) {
+    leaf.impl()->marks = divided->marks;
+    note_divided(leaf, divided->name, divided->marks);
+  }
   return leaf;
 }
 
@@ -377,7 +382,7 @@ Tensor ParamGroup::held_sums() {
 void ParamGroup::start_reduce(bool zeros, bool all_reduce) {
   if (trained_.empty()) return;
   const NoGradGuard no_grad;
-  if (alone_) return;
+  if (alone_) return start_sum_of_copies(zeros);
   input_ = reduce_input(zeros);
   for (const size_t i : trained_) params_[i].whole.set_grad(Tensor());
   sums_ = held_sums();
@@ -481,6 +486,7 @@ void ParamGroup::wait_reduce(bool all_reduce) {
 void ParamGroup::finish_sum(double divisor) {
   if (trained_.empty()) return;
   const NoGradGuard no_grad;
+  std::exchange(replica_sum_, {}).wait();
   TensorList divided;
   if (alone_) {
     add_own_gradients();
@@ -493,7 +499,6 @@ void ParamGroup::finish_sum(double divisor) {
   } else {
     divided.push_back(sums_);
   }
-  std::exchange(replica_sum_, {}).wait();
   const double factor = 1 / divisor;
   if (factor != 1) kernels::multi_tensor_scale(divided, &factor);
 }

@@ -77,6 +77,8 @@ struct ShardRanks {
   Mesh* mesh = nullptr;       // of one axis, or of two, the first of which replicates
   Group* shards = nullptr;    // along the axis that cuts
   Group* replicas = nullptr;  // along the other, or none
+  Group* batches = nullptr;   // those with batches of their own, if not all of the mesh
+  Group& batch_ranks() const { return batches != nullptr ? *batches : mesh->group(); }
 };
 
 // The options of one group, as in MixedPrecisionPolicy. Absent: the parameters' own dtype.
@@ -236,7 +238,10 @@ class ParamGroup {
   void become_shard(ShardedParam& param, const Tensor& part, const Placement& placement);
   // A shard that lies elsewhere lies in `home` from now on, a view of the unit's own memory.
   void move_home(ShardedParam& param, const Tensor& home);
-  static Tensor leaf_over(const Tensor& elements, bool requires_grad);
+  // A whole over these elements. What tensor parallelism has divided keeps name and marks.
+  static Tensor leaf_over(const Tensor& elements, const ShardedParam& param);
+  // Of a group of one rank, whose gradients do not travel: adds up those of copies (LocalParts).
+  virtual void start_sum_of_copies(bool /*zeros*/) {}
   void note_handed_out(const Tensor& sums) { handed_out_ = sums.storage(); }
   CollectiveOptions on(Channel channel) const { return {.channel = channel, .tag = call_tag_}; }
 
@@ -249,7 +254,7 @@ class ParamGroup {
   bool alone_ = false;  // of one rank, whose shards are the wholes' elements
   std::vector<ShardedParam> params_;
   std::vector<size_t> trained_;  // positions of those that require grad
-  Work gather_;
+  Work gather_, replica_sum_;
   HostTransfers::EventPtr uploaded_;             // what the gather under way begins with
   int64_t part_numel_ = 0, gradient_numel_ = 0;  // of a rank's part
 
@@ -265,7 +270,7 @@ class ParamGroup {
   State state_ = State::kSharded;
   size_t pending_ = 0;
   bool reducing_ = false;
-  Work reduce_, replica_sum_;
+  Work reduce_;
   Tensor input_, sums_;
   Tensor received_;  // [part], where sums travel in another dtype than they are kept in
   bool adds_received_ = false;

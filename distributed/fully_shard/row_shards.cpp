@@ -68,7 +68,7 @@ RowShards::RowShards(std::string tag, const ShardRanks& ranks, std::vector<Shard
   auto& lent = Context::current().slot<LentTensors>().names;
   for (size_t i = 0; i < params_.size(); ++i) {
     ShardedParam& param = params_[i];
-    param.whole = leaf_over(released(param.shape), param.shard.requires_grad());
+    param.whole = leaf_over(released(param.shape), param);
     param.whole.impl()->guard = std::make_unique<ReleasedStorage>(param.name, tag_);
     lent[param.whole.impl()->version.get()] = "'" + param.name + "' of " + tag_;
     Tensor part = part_of(part_, layout_, i, i);

@@ -105,7 +105,6 @@ Owner owner_of(const Tensor* place) {
 void check_free(const Tensor* place, const std::string& name, std::string_view where) {
   TS_CHECK_AS(ConfigError, !is_replicated(*place), where, "'", name,
               "' belongs to a Replica, which reduces whole gradients; let it go first");
-  check_undivided(*place, name, where);
   if (!is_dtensor(*place)) return;
   const Owner owner = owner_of(place);
   TS_CHECK_AS(ConfigError, !owner.at_this_place, where, "'", name, "' belongs to ",
@@ -307,7 +306,7 @@ std::shared_ptr<UnitSchedule> schedule_under(const std::shared_ptr<ShardUnit>& r
     for (const auto& part : unit->parts) part->bring_home();
   }
   root->is_root = true;
-  auto schedule = std::make_shared<UnitSchedule>(units, root->ranks.mesh->group(), root->settings);
+  auto schedule = std::make_shared<UnitSchedule>(units, root->ranks.batch_ranks(), root->settings);
   schedule->install();
   for (const auto& unit : units) unit->schedule = schedule;
   if (root->broadcasts_buffers) {

@@ -39,6 +39,8 @@ struct ShardUnit {
   std::optional<bool> reshard_after_forward;       // none: unless it is the root
   MixedPrecisionPolicy precision;
   ShardRanks ranks;
+  // Of a model that is divided along other axes alone (local_parts.h): this rank by itself.
+  std::shared_ptr<Group> alone;
   std::vector<HookHandle> handles;
   // Prefetched instead of the next one of the last forward, or of the one called before.
   std::vector<std::weak_ptr<ShardUnit>> forward_prefetch, backward_prefetch;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include <tessera/core/error.h>
+#include <tessera/distributed/fully_shard/local_parts.h>
 #include <tessera/distributed/fully_shard/shard_setup.h>
 
 namespace tessera::distributed {
@@ -37,6 +38,7 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
   TS_CHECK_AS(ConfigError, options.stage == 1 || options.stage == 2, where,
               "has the stages 1 and 2; got ", options.stage,
               "; stage 3, which shards parameters too, is fully_shard()");
+  let_go_of_local_parts({&model});
   TS_CHECK_AS(ConfigError, ShardedModules::current().find(model) == nullptr, where, "'",
               model.type_name(), "' is sharded already; call it once for a model");
   if (const auto inner = units_under({&model}); !inner.empty()) {

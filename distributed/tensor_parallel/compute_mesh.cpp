@@ -37,17 +37,6 @@ Group& ComputeMesh::group(size_t axis) const {
   return *groups_[axis];
 }
 
-void ComputeMesh::name_parameter(const Tensor& parameter, std::string name) {
-  const auto& version = parameter.impl()->version;
-  parameters_[version.get()] = {version, std::move(name)};
-}
-
-std::string ComputeMesh::name_of(const Tensor& parameter) const {
-  const auto found = parameters_.find(parameter.impl()->version.get());
-  if (found == parameters_.end() || found->second.parameter.expired()) return {};
-  return found->second.name;
-}
-
 ComputeMesh& compute_mesh() {
   const auto& slot = Context::current().slot<ComputeMeshSlot>();
   TS_CHECK_AS(ConfigError, slot.axes != nullptr, "compute mesh",

@@ -5,7 +5,6 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include <tessera/autograd/mark_rules.h>
@@ -25,19 +24,10 @@ class ComputeMesh {
   const std::string& name(size_t axis) const { return names_[axis]; }
   Group& group(size_t axis) const;  // ConfigError where the mesh is gone
 
-  // For messages.
-  void name_parameter(const Tensor& parameter, std::string name);
-  std::string name_of(const Tensor& parameter) const;  // empty where it has none
-
  private:
-  struct Named {
-    std::weak_ptr<const VersionCounter> parameter;
-    std::string name;
-  };
   std::weak_ptr<const void> lifetime_;
   std::vector<std::string> names_;
   std::vector<Group*> groups_;
-  std::unordered_map<const VersionCounter*, Named> parameters_;
 };
 
 // ConfigError where the context has none.

@@ -24,13 +24,19 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
+#include <tessera/distributed/mesh/divided_parameter.h>
 #include <tessera/distributed/tensor_parallel/shard_moves.h>
 
 namespace tessera::distributed {
 namespace {
 
-// The name of a parameter that a tensor was calculated from, or its own: the nearest one.
-std::string origin_of(const Tensor& x, const ComputeMesh& mesh) {
+std::string name_of(const Tensor& parameter) {
+  const DividedParameter* const divided = divided_parameter(parameter);
+  return divided == nullptr ? std::string() : divided->name;
+}
+
+// The name of a parameter that a tensor was calculated from: the nearest one.
+std::string origin_of(const Tensor& x) {
   constexpr size_t kMostNodes = 64;
   std::deque<const Node*> queue;
   std::unordered_set<const Node*> seen;
@@ -41,7 +47,7 @@ std::string origin_of(const Tensor& x, const ComputeMesh& mesh) {
     queue.pop_front();
     if (!seen.insert(node).second) continue;
     if (const auto* leaf = dynamic_cast<const AccumulateGrad*>(node)) {
-      if (std::string name = mesh.name_of(leaf->leaf()); !name.empty()) return name;
+      if (std::string name = name_of(leaf->leaf()); !name.empty()) return name;
     }
     for (const Edge& edge : node->next_edges) {
       if (edge.node) queue.push_back(edge.node.get());
@@ -111,9 +117,9 @@ class Along {
  private:
   // ---- Refusals
   std::string who(const Operand& x) const {
-    std::string name = mesh_.name_of(*x.tensor);
+    std::string name = name_of(*x.tensor);
     if (!name.empty() && !x.mark.is_summand()) return "'" + name + "'";
-    name = x.mark.is_summand() ? origin_of(*x.tensor, mesh_) : std::string();
+    name = x.mark.is_summand() ? origin_of(*x.tensor) : std::string();
     return "input " + std::to_string(x.input) + (name.empty() ? "" : " (of '" + name + "')");
   }
   std::string said(const Operand& x) const {

@@ -5,14 +5,17 @@
 #include <optional>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/factory/factory.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory/initial_values.h>
 #include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
-#include <tessera/distributed/mesh/placement.h>
+#include <tessera/distributed/fully_shard/local_parts.h>
+#include <tessera/distributed/mesh/divided_parameter.h>
+#include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/distributed/mesh/dtensor_inputs.h>
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
 #include <tessera/distributed/tensor_parallel/convert.h>
 #include <tessera/distributed/tensor_parallel/vocabulary.h>
-#include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
@@ -191,12 +194,12 @@ std::vector<Styled> styled_modules(nn::ModuleBase& model, const std::vector<Styl
 
 class Division {
  public:
-  Division(ComputeMesh& compute, const std::string& axis, bool sequence)
-      : compute_(compute),
-        axis_(axis),
-        position_(compute.position(axis)),
-        ranks_(compute.group(position_).size()),
-        rank_(compute.group(position_).rank()),
+  Division(Mesh& mesh, bool sequence)
+      : mesh_(mesh),
+        axis_(mesh.axes()[0].name),
+        position_(use_compute_mesh(mesh).position(axis_)),
+        ranks_(mesh.size()),
+        rank_(mesh.coordinate()),
         sequence_(sequence) {}
 
   void divide(const Styled& styled) {
@@ -243,10 +246,17 @@ class Division {
                     styled.name, "' is a ", styled.module->type_name());
         if (!sequence_) return;
         for (const auto& [name, parameter] : styled.module->named_parameters()) {
-          mark(styled, name, parameter, Mark::replicated());
+          lay(joined(styled.name, name), parameter, Mark::replicated());
         }
         return set(styled, std::make_shared<Sequence>(axis_, is_table ? 1 : 2));
       }
+    }
+  }
+
+  // What no style cuts: copies that all ranks read alike.
+  void keep_rest(const nn::ModuleBase& model) const {
+    for (const auto& [name, parameter] : model.named_parameters()) {
+      if (divided_parameter(parameter) == nullptr) lay(name, parameter, Mark::invariant());
     }
   }
 
@@ -273,34 +283,56 @@ class Division {
     return {axis_, chunk_of(entries, ranks_, rank_).first, entries};
   }
 
-  void mark(const Styled& styled, const std::string& name, const Tensor& parameter,
-            const Mark& as) const {
-    set_mark(parameter, position_, as);
-    compute_.name_parameter(parameter, styled.name.empty() ? name : styled.name + "." + name);
+  static std::string joined(const std::string& module, const std::string& name) {
+    return module.empty() ? name : module + "." + name;
   }
 
-  // Makes a parameter this rank's chunk of it, in place: the one function that knows how a divided
-  // parameter is kept. A tied one was cut under its first name.
+  // A tied one was laid under its first name.
   void cut(const Styled& styled, const std::string& name, const Tensor& parameter,
            const Mark& shard) const {
-    if (!parameter.defined()) return;
-    const Mark before = mark_of(parameter, position_);
-    if (before == shard) return;
-    TS_CHECK_AS(ConfigError, before.is_invariant(), kWhere, "'", styled.name, ".", name,
-                "' is tied to a parameter that is ", describe(before), " and would be ",
-                describe(shard), "; give both modules styles that cut alike");
+    if (parameter.defined()) lay(joined(styled.name, name), parameter, shard);
+  }
+
+  // Makes a parameter a DTensor along the axis, in place: the one function that knows how a divided
+  // parameter is kept. `mark`: what its part is in calls.
+  void lay(const std::string& name, const Tensor& parameter, const Mark& mark) const {
+    if (const DividedParameter* divided = divided_parameter(parameter)) {
+      const Mark before = decoded(divided->marks, position_);
+      TS_CHECK_AS(ConfigError, before == mark, kWhere, "'", name,
+                  "' is tied to a parameter that is ", describe(before), " and would be ",
+                  describe(mark), "; give both modules styles that cut alike");
+      return;
+    }
     TS_CHECK_AS(ConfigError, element_guard(parameter) == nullptr && !parameter.grad().defined(),
-                kWhere, "'", styled.name, ".", name,
-                "' is sharded or has a gradient; divide the model first");
-    parameter.set_data(chunk_at(parameter.detach(), shard, ranks_, rank_));
-    mark(styled, name, parameter, shard);
+                kWhere, "'", name, "' is sharded or has a gradient; divide the model first");
+    Placement placement = Replicate();
+    if (mark.is_shard()) {
+      placement = mark.blocks == 1 ? Placement(Shard(mark.dim)) : BlockShard(mark.dim, mark.blocks);
+    }
+    const DTensorSpec spec = DTensorSpec{&mesh_, {placement}, parameter.shape()}.checked(kWhere);
+    const NoGradGuard no_grad;
+    Tensor part = raw::alias(parameter);
+    if (mark.is_shard()) {
+      part = parameter.is_meta()
+                 ? raw::empty(spec.local_shape(), parameter.dtype(), parameter.device())
+                 : contiguous(clone(part_of_whole(part, spec)));
+    }
+    const Tensor model = from_local(part, mesh_, spec.placements, {.shape = spec.shape});
+    if (mark.is_shard()) {
+      pass_initial_values(parameter, model);
+      parameter.set_data(part);
+      parameter.bump_version("a cut into parts");
+    }
+    copy_guard(model, parameter);
+    if (mark.is_replicated()) set_grad_placements(parameter, {Partial()});
+    note_divided(parameter, name, encoded(mark, position_));
   }
 
   void set(const Styled& styled, std::shared_ptr<const nn::Boundary> boundary) const {
     styled.module->set_boundary(std::move(boundary));
   }
 
-  ComputeMesh& compute_;
+  Mesh& mesh_;
   const std::string axis_;
   const size_t position_;
   const int ranks_, rank_;
@@ -315,23 +347,10 @@ void parallelize_module(nn::ModuleBase& model, Mesh& mesh, const ParallelizeOpti
   const std::vector<StyledModules> table =
       options.styles.empty() ? table_of(model) : options.styles;
   const std::vector<Styled> modules = styled_modules(model, table);
-  Division division(use_compute_mesh(mesh), mesh.axes()[0].name, options.sequence);
+  Division division(mesh, options.sequence);
   for (const Styled& styled : modules) division.divide(styled);
-}
-
-void reduce_replicated_gradients(nn::ModuleBase& model) {
-  const NoGradGuard no_grad;
-  ComputeMesh& mesh = compute_mesh();
-  for (size_t axis = 0; axis < mesh.axes(); ++axis) {
-    CoalescedScope calls(mesh.group(axis), {.channel = Channel::kGradient, .tag = "replicated"});
-    for (const Tensor& parameter : model.parameters()) {
-      if (!mark_of(parameter, axis).is_replicated() || !parameter.requires_grad()) continue;
-      // A rank whose tokens did not use it takes part as well.
-      if (!parameter.grad().defined()) parameter.set_grad(zeros_like(parameter.detach()));
-      calls.all_reduce(parameter.grad());
-    }
-    calls.finish().wait();
-  }
+  division.keep_rest(model);
+  keep_local_parts(model, mesh);
 }
 
 }  // namespace tessera::distributed

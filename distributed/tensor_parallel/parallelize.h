@@ -5,12 +5,11 @@
 //     parallelize_module(model, dims.mesh()["tp"], {.sequence = true});
 //     optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-3});
 //     loss.backward();
-//     reduce_replicated_gradients(model);
 //     optimizer.step();
 //
 // A model says by a table of names how it may be divided (nn/parallel_style.h); a plain one gets
-// the table here. Parameters are cut in place, so that each rank holds its part from here on, and
-// modules get boundaries, at which activations are converted (convert.h):
+// the table here. Parameters become DTensors along the axis, in place, and modules get boundaries,
+// at which activations are converted (convert.h):
 //
 // | style       | parameters               | enters              | leaves                      |
 // |-------------|--------------------------|---------------------|-----------------------------|
@@ -22,8 +21,18 @@
 // | kSequence   | whole                    | as it is            | as it is                    |
 //
 // With `sequence` what leaves as invariant above leaves as a shard of the tokens, the last dimension
-// but one, and kSequence modules take it so: their parameters are replicated, and their gradients
-// are summands, which reduce_replicated_gradients() adds up in one call.
+// but one, and kSequence modules take it so: their parameters are copies whose gradients are
+// summands, which are added up when the backward ends.
+//
+// In calls of the model its modules see plain tensors with marks, this rank's parts; outside of
+// them parameters and gradients are DTensors, so that optimizers, clip_grad_norm(), state_dict() and
+// all ways of saving and loading are of the whole model. The sharding engine does that, as a unit
+// over one data rank: sharded_model() has its plan and reports. fully_shard() and zero(), over other
+// axes of the same mesh, take the parameters over and shard them once more:
+//
+//     parallelize_module(model, mesh["tp"], {.sequence = true});
+//     for (auto& block : model.transformer.h) fully_shard(*block, mesh["dp_shard"]);
+//     fully_shard(model, mesh["dp_shard"]);
 //
 // Between the modules every op checks what it is given (compute_mesh_rules.cpp): a composition that would give
 // other numbers than one process is an UnsupportedError of the op.
@@ -47,9 +56,5 @@ struct ParallelizeOptions {
 // all ranks. `mesh`: one axis, which outlives the model. ConfigError: a table without entries, a
 // pattern that no module has, a module that its style does not serve, sizes that do not divide.
 void parallelize_module(nn::ModuleBase& model, Mesh& mesh, const ParallelizeOptions& options = {});
-
-// Adds up the gradients of replicated parameters over the axes along which they are so, one
-// all_reduce for each axis and dtype. Collective; once between the last backward and the step.
-void reduce_replicated_gradients(nn::ModuleBase& model);
 
 }  // namespace tessera::distributed

@@ -11,8 +11,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/data_parallel/replicate.h>
-#include <tessera/distributed/fully_shard/fully_shard.h>
-#include <tessera/distributed/fully_shard/zero.h>
+#include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
 #include <tessera/distributed/tensor_parallel/convert.h>
@@ -20,7 +19,6 @@
 #include <tessera/nn/models/bert.h>
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/models/llama.h>
-#include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
 #include "distributed/compared_ranks.h"
@@ -102,29 +100,14 @@ Training bert() {
 }
 
 using Values = std::map<std::string, std::vector<double>>;
-using Shapes = std::map<std::string, Shape>;
-Shapes shapes_of(const nn::ModuleBase& model) {
-  Shapes shapes;
-  for (const auto& [name, parameter] : model.named_parameters()) shapes[name] = parameter.shape();
-  return shapes;
-}
 
-// All of a model's parameters or gradients, by the shapes that they have when whole.
-Values whole_values(const nn::ModuleBase& model, const Shapes& shapes, bool of_gradients) {
+// All of a model's parameters or gradients, whole.
+Values whole_values(const nn::ModuleBase& model, bool of_gradients) {
   const NoGradGuard no_grad;
   Values values;
   for (const auto& [name, parameter] : model.named_parameters()) {
-    const Tensor x = (of_gradients ? parameter.grad() : parameter).detach();
-    const uint64_t marks = parameter.impl()->marks;
-    x.impl()->marks = marks;
-    if (marks == 0) {
-      values[name] = x.to_vector();
-      continue;
-    }
-    const Mark mark = decoded(marks, 0);
-    ConvertOptions options;
-    if (mark.is_shard()) options.length = shapes.at(name)[mark.dim];
-    values[name] = convert(x, "tp", Mark::invariant(), options).to_vector();
+    const Tensor x = of_gradients ? parameter.grad() : parameter;
+    values[name] = (is_dtensor(x) ? full_tensor(x) : x).to_vector();
   }
   return values;
 }
@@ -136,20 +119,18 @@ struct Trained {
 };
 using MakeOptimizer = std::unique_ptr<optim::Optimizer> (*)(const NamedTensors& parameters);
 
-Trained train(const Training& training, MakeOptimizer make_optimizer, const Shapes& shapes,
-              bool on_ranks) {
+Trained train(const Training& training, MakeOptimizer make_optimizer) {
   Trained run;
   const auto optimizer = make_optimizer(training.model->named_parameters());
   for (int step = 0; step < kSteps; ++step) {
     const Tensor loss = training.loss(batch_of(step));
     loss.backward();
-    if (on_ranks) reduce_replicated_gradients(*training.model);
     run.losses.push_back(loss.item());
-    run.gradients.push_back(whole_values(*training.model, shapes, true));
+    run.gradients.push_back(whole_values(*training.model, true));
     optimizer->step();
     optimizer->zero_grad();
   }
-  run.parameters = whole_values(*training.model, shapes, false);
+  run.parameters = whole_values(*training.model, false);
   return run;
 }
 
@@ -170,15 +151,12 @@ void expect_close(const Values& own, const Values& expected, const std::string& 
 void compare_with_one_process(const std::function<Training()>& make, MakeOptimizer optimizer,
                               int ranks, bool sequence, bool recompute = false) {
   SCOPED_TRACE(std::to_string(ranks) + (sequence ? " ranks, sequence" : " ranks"));
-  Shapes shapes;
   Trained expected;
   {
     Context context;
     const ContextGuard guard(context);
     set_num_threads(1);
-    const Training training = make();
-    shapes = shapes_of(*training.model);
-    expected = train(training, optimizer, shapes, false);
+    expected = train(make(), optimizer);
   }
   compared_ranks(ranks, [&](int) {
     Mesh mesh(world(), {{"tp", ranks}});
@@ -191,7 +169,7 @@ void compare_with_one_process(const std::function<Training()>& make, MakeOptimiz
       }
     }
     EXPECT_EQ(checkpoints.size(), recompute ? 2u : 0u);
-    const Trained own = train(training, optimizer, shapes, true);
+    const Trained own = train(training, optimizer);
     for (size_t step = 0; step < kSteps; ++step) {
       EXPECT_NEAR(own.losses[step], expected.losses[step], kTolerance * expected.losses[step]);
       expect_close(own.gradients[step], expected.gradients[step], "gradient");
@@ -237,7 +215,7 @@ TEST(TensorParallel, ABlockGathersTwiceAndScattersTwiceInEachDirection) {
     const Tensor tokens = randint(0, kTiny.vocab_size, {2, 8}, kI64, RandomStream{5, 0});
     Tensor loss;
     // In front of the blocks the table's rows are scattered, behind them the head gathers; the loss
-    // has a maximum and two sums.
+    // has a maximum and two sums. When backward ends the norms' and positions' summands are added up.
     const int64_t expected = 2 * kTiny.layers + 1;
     for (const bool backward : {false, true}) {
       const CommTrace::Scope scope(*rank_context().trace);
@@ -249,36 +227,60 @@ TEST(TensorParallel, ABlockGathersTwiceAndScattersTwiceInEachDirection) {
       const auto records = scope.records();
       EXPECT_EQ(count(records, Operation::kAllGather), expected) << backward;
       EXPECT_EQ(count(records, Operation::kReduceScatter), expected) << backward;
-      EXPECT_EQ(count(records, Operation::kAllReduce), backward ? 0 : 3);
-      EXPECT_EQ(std::ssize(records), 2 * expected + (backward ? 0 : 3));
+      EXPECT_EQ(count(records, Operation::kAllReduce), backward ? 1 : 3);
+      EXPECT_EQ(std::ssize(records), 2 * expected + (backward ? 1 : 3));
     }
   });
 }
 
-TEST(TensorParallel, ParametersAreThisRanksParts) {
+TEST(TensorParallel, ParametersAreDTensorsAndInCallsThisRanksParts) {
   compared_ranks(2, [&](int rank) {
     Mesh mesh(world(), {{"tp", 2}});
     const auto whole = tiny_model();
     const auto model = tiny_model();
     parallelize_module(*model, mesh["tp"], {.sequence = true});
-    const auto& attention = model->transformer.h.at<nn::models::gpt2::Block>(0).attn;
-    EXPECT_EQ(attention.c_attn.weight.shape(), (Shape{48, 32}));
-    EXPECT_EQ(attention.c_proj.weight.shape(), (Shape{32, 16}));
-    EXPECT_EQ(attention.c_proj.bias.shape(), (Shape{32}));
+    const auto& block = model->transformer.h.at<nn::models::gpt2::Block>(0);
+    const std::vector<std::pair<Tensor, Placement>> expected = {
+        {block.attn.c_attn.weight, BlockShard(0, 3)}, {block.attn.c_proj.weight, Shard(1)},
+        {block.attn.c_proj.bias, Replicate()},        {block.ln_1.weight, Replicate()},
+        {model->transformer.wte.weight, Shard(0)},    {model->transformer.wpe.weight, Replicate()},
+    };
+    for (const auto& [tensor, placement] : expected) {
+      EXPECT_EQ(placements_of(tensor), Placements{placement});
+      EXPECT_EQ(&mesh_of(tensor), &mesh["tp"]);
+    }
+    EXPECT_EQ(block.attn.c_attn.weight.shape(), (Shape{48, 32}));
+    EXPECT_EQ(block.attn.c_proj.weight.shape(), (Shape{32, 16}));
     EXPECT_EQ(model->transformer.wte.weight.shape(), (Shape{rank == 0 ? 26 : 25, 32}));
     EXPECT_TRUE(model->transformer.wte.weight.is(model->lm_head.weight));
-    EXPECT_THROW(optim::clip_grad_norm(model->parameters(), 1.0), UnsupportedError);
-    EXPECT_THROW(model->state_dict(), UnsupportedError);
+    // Norms and positions work on this rank's tokens, the bias of rows on all.
+    EXPECT_EQ(*grad_placements_of(block.ln_1.weight), Placements{Partial()});
+    EXPECT_EQ(*grad_placements_of(model->transformer.wpe.weight), Placements{Partial()});
+    EXPECT_EQ(grad_placements_of(block.attn.c_proj.bias), nullptr);
+
+    int seen = 0;
+    const HookHandle look =
+        model->transformer.register_forward_pre_hook([&](nn::ModuleBase&, nn::TensorRefs) {
+          const auto mark = [](const Tensor& x) {
+            EXPECT_FALSE(is_dtensor(x));
+            return mark_of(x, 0);
+          };
+          EXPECT_EQ(mark(block.attn.c_attn.weight), Mark::shard(0, 3));
+          EXPECT_EQ(mark(block.attn.c_proj.weight), Mark::shard(1));
+          EXPECT_EQ(mark(block.attn.c_proj.bias), Mark::invariant());
+          EXPECT_EQ(mark(block.ln_1.weight), Mark::replicated());
+          EXPECT_THROW(model->state_dict(), UnsupportedError);
+          ++seen;
+        });
+    (*model)(batch_of(0).inputs, batch_of(0).targets).loss.backward();
+    EXPECT_EQ(seen, 1);
+    for (const auto& [name, tensor] : model->named_parameters()) {
+      ASSERT_TRUE(is_dtensor(tensor)) << name;
+      EXPECT_EQ(placements_of(tensor.grad()), placements_of(tensor)) << name;
+    }
     Mesh data(world());
     EXPECT_THROW(replicate(*model, data), UnsupportedError);
-    EXPECT_THROW(zero(*model, data, {.stage = 1}), UnsupportedError);
-    EXPECT_THROW(fully_shard(*model, data), UnsupportedError);
-    // The keys of this rank's heads are its rows of the second block.
-    const auto& all = whole->transformer.h.at<nn::models::gpt2::Block>(0).attn.c_attn.weight;
-    const Tensor own = attention.c_attn.weight.detach();
-    own.impl()->marks = 0;
-    EXPECT_EQ(own.narrow(0, 16, 16).to_vector(),
-              all.detach().narrow(0, 32 + 16 * rank, 16).to_vector());
+    EXPECT_EQ(whole_values(*model, false), whole_values(*whole, false));
   });
 }
 
