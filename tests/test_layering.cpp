@@ -307,6 +307,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"distributed/checkpoint/parts.h", "inside of save_state() and load_state()"},
     {"distributed/data_parallel/", "inside of replicate()"},
     {"distributed/fully_shard/", "inside of fully_shard()"},
+    {"distributed/mesh/divided_parameter.h", "inside of parallelize_module() and fully_shard()"},
     {"distributed/mesh/dtensor_inputs.h", "inside of DTensor, prepare() and load_model()"},
     {"distributed/mesh/matrix_exchange.h", "inside of DTensor, for optimizers of matrices"},
     {"distributed/mesh/redistribute.h", "inside of DTensor"},

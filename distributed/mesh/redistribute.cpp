@@ -47,38 +47,60 @@ TensorList parts_along(const Tensor& like, const Shape& shape, const Placement& 
   return parts;
 }
 
-Tensor shard_to_replicate(const Tensor& x, const Placement& cut, int64_t length, Group& group) {
+Tensor shard_to_replicate(const Tensor& x, const Placement& cut, int64_t length, Group& group,
+                          const CollectiveOptions& call) {
   if (shard_dim(cut) == 0 && blocks_of(cut) == 1 && length % group.size() == 0) {
     const Tensor whole = raw::empty(resized(x.shape(), 0, length), x.dtype(), x.device());
-    group.all_gather(whole, x, kModuleCall).wait();
+    group.all_gather(whole, x, call).wait();
     return whole;
   }
   const TensorList parts = parts_along(x, x.shape(), cut, length, group.size());
-  group.all_gather(parts, contiguous(x), kModuleCall).wait();
+  group.all_gather(parts, x, call).wait();
   return joined_along(parts, cut, length);
 }
 
-Tensor partial_to_replicate(const Tensor& x, ReduceOp op, Group& group) {
+Tensor partial_to_replicate(const Tensor& x, ReduceOp op, Group& group,
+                            const CollectiveOptions& call) {
   const Tensor result = contiguous(clone(x));
-  group.all_reduce(result, op, kModuleCall).wait();
+  group.all_reduce(result, op, call).wait();
   return result;
 }
 
-Tensor partial_to_shard(const Tensor& x, ReduceOp op, const Placement& cut, Group& group) {
+Tensor partial_to_shard(const Tensor& x, ReduceOp op, const Placement& cut, Group& group,
+                        const CollectiveOptions& call) {
   const TensorList parts = chunks_along(x, cut, group.size());
   const Tensor own =
       raw::empty(parts[static_cast<size_t>(group.rank())].shape(), x.dtype(), x.device());
-  group.reduce_scatter(own, parts, op, kModuleCall).wait();
+  group.reduce_scatter(own, parts, op, call).wait();
   return own;
 }
 
 Tensor shard_to_shard(const Tensor& x, const Placement& from, int64_t from_length,
-                      const Placement& to, Group& group) {
+                      const Placement& to, Group& group, const CollectiveOptions& call) {
   const TensorList sent = chunks_along(x, to, group.size());
   const Shape own = sent[static_cast<size_t>(group.rank())].shape();
   const TensorList received = parts_along(x, own, from, from_length, group.size());
-  group.all_to_all(received, sent, kModuleCall).wait();
+  group.all_to_all(received, sent, call).wait();
   return joined_along(received, from, from_length);
+}
+
+// Zeros around it.
+Tensor shard_to_partial(const Tensor& x, const Placement& cut, int64_t length, Group& group) {
+  const int dim = shard_dim(cut);
+  const Tensor whole = raw::zeros(resized(x.shape(), dim, length), x.dtype(), x.device());
+  int64_t at = 0;
+  for (const auto& [begin, end] : ranges_of(cut, length, group.size(), group.rank())) {
+    kernels::copy_into(raw::narrow(whole, dim, begin, end - begin),
+                       raw::narrow(x, dim, at, end - begin));
+    at += end - begin;
+  }
+  return whole;
+}
+
+// An own copy: a view would keep the whole alive.
+Tensor replicate_to_shard(const Tensor& x, const Placement& cut, Group& group) {
+  const Tensor own = chunk_along(x, cut, group.size(), group.rank());
+  return own.storage() == x.storage() ? contiguous(clone(own)) : own;
 }
 
 Tensor run_to_replicate(const Tensor& x, const FlatShard& flat, const Shape& shape, Group& group) {
@@ -261,23 +283,9 @@ class Journey {
       return is_partial(from) ? partial_to_run(x, std::get<Partial>(from).op, *flat, group)
                               : replicate_to_run(x, *flat, group);
     }
-    if (group.size() == 1) return x;
-    const int from_dim = shard_dim(from), to_dim = shard_dim(to);
-    if (from_dim >= 0) {
-      const int64_t length = length_before(axis, from_dim);
-      return to_dim >= 0 ? shard_to_shard(x, from, length, to, group)
-                         : shard_to_replicate(contiguous(x), from, length, group);
-    }
-    if (is_partial(from)) {
-      const ReduceOp op = std::get<Partial>(from).op;
-      return to_dim >= 0 ? partial_to_shard(x, op, to, group) : partial_to_replicate(x, op, group);
-    }
-    // An own copy: a view would keep the whole alive.
-    if (to_dim >= 0) {
-      const Tensor own = chunk_along(x, to, group.size(), group.rank());
-      return own.storage() == x.storage() ? contiguous(clone(own)) : own;
-    }
-    return replicate_to_partial(x, std::get<Partial>(to).op, group);
+    const int from_dim = shard_dim(from);
+    const int64_t length = from_dim >= 0 ? length_before(axis, from_dim) : 0;
+    return moved_along(x, from, to, length, group, kModuleCall);
   }
 
   DTensorSpec spec_;  // the placements of now; a strided shard may stand among others for a while
@@ -330,6 +338,24 @@ class RedistributeNode final : public Node {
 };
 
 }  // namespace
+
+Tensor moved_along(const Tensor& x, const Placement& from, const Placement& to, int64_t length,
+                   Group& group, const CollectiveOptions& call) {
+  if (group.size() == 1) return x;
+  const int from_dim = shard_dim(from), to_dim = shard_dim(to);
+  if (from_dim >= 0) {
+    if (is_partial(to)) return shard_to_partial(x, from, length, group);
+    return to_dim >= 0 ? shard_to_shard(x, from, length, to, group, call)
+                       : shard_to_replicate(contiguous(x), from, length, group, call);
+  }
+  if (is_partial(from)) {
+    const ReduceOp op = std::get<Partial>(from).op;
+    return to_dim >= 0 ? partial_to_shard(x, op, to, group, call)
+                       : partial_to_replicate(x, op, group, call);
+  }
+  if (to_dim >= 0) return replicate_to_shard(x, to, group);
+  return replicate_to_partial(x, std::get<Partial>(to).op, group);
+}
 
 Tensor held_along(const Tensor& x, int dim, const Ranges& ranges) {
   const auto piece = [dim](const Tensor& tensor, int64_t begin, int64_t length) {

@@ -1,5 +1,6 @@
 // From one way of lying on a mesh to another, on plain local parts: what redistribute(), to_local()
-// and full_tensor() of dtensor.h go through.
+// and full_tensor() of dtensor.h go through. Its steps along one axis are also those of convert()
+// (tensor_parallel/convert.h).
 //
 // [Note: redistribution] Along one axis, forward and for the gradient:
 //
@@ -30,6 +31,7 @@
 
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/mesh/placement.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
 
@@ -40,6 +42,12 @@ namespace tessera::distributed {
 // goes back by from.of_gradient(). Channel::kModule.
 Tensor redistribute_local(const Tensor& local, const DTensorSpec& from, const DTensorSpec& to,
                           const DTensorSpec& output_gradient);
+
+// One step: this rank's part under `to` of what is x under `from` on the ranks of a group. Not to or
+// from a FlatShard, and between two shards of different dimensions only. `length`: that of the
+// dimension that `from` cuts, whole. x itself if the group has one rank. Not recorded.
+Tensor moved_along(const Tensor& x, const Placement& from, const Placement& to, int64_t length,
+                   Group& group, const CollectiveOptions& call);
 
 // Returns what lies in these ranges of a dimension: a view for one range, else a copy.
 Tensor held_along(const Tensor& x, int dim, const Ranges& ranges);
