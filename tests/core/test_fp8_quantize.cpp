@@ -10,10 +10,16 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/half.h>
 #include <tessera/core/kernels/fp8/amax.h>
+#include <tessera/core/kernels/fp8/cast_transpose.h>
+#include <tessera/core/kernels/fp8/logits_gradient.h>
+#include <tessera/core/kernels/fp8/quantize_pieces.h>
+#include <tessera/core/kernels/fp8/scale_history.h>
+#include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/tensor/raw_views.h>
 
 #include "message_of.h"
+#include "refusals.h"
 
 namespace tessera::test_fp8_quantize {
 namespace {
@@ -291,12 +297,265 @@ TEST(Quantize, NothingHasNoTilesAndMetaNoNumbers) {
   EXPECT_EQ(meta.scale.shape(), (Shape{32, 2}));
 }
 
+double relative_distance(const Tensor& got, const std::vector<double>& expected) {
+  const std::vector<double> values = got.to_vector();
+  double error = 0, all = 0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    error += (values[i] - expected[i]) * (values[i] - expected[i]);
+    all += expected[i] * expected[i];
+  }
+  return std::sqrt(error / all);
+}
+
 TEST(Quantize, RefusesWhatItCannotDo) {
-  EXPECT_THROW(quantize(raw::zeros({2, 2}, kF64), {}), DTypeError);
-  EXPECT_THROW(quantize(raw::zeros({2, 2}, kF32), {.format = kBF16}), DTypeError);
-  EXPECT_THROW(quantize(raw::zeros({2}, kF32), {}), ShapeError);
-  EXPECT_THROW(quantize(raw::zeros({2, 2}, kF32), {.tile = ScaleTile::row()}, tensor({1.0}, kF32)),
-               ShapeError);
+  const Tensor x = raw::zeros({2, 2}, kF32), half = raw::zeros({2, 2}, kBF16);
+  const Tensor vector = raw::zeros({4}, kF32), wide = raw::zeros({2, 2}, kF64);
+  const Tensor one = tensor({1.0}, kF32), two = tensor({1.0, 1.0}, kF32);
+  const auto of_logits = [](const Tensor& logits) {
+    kernels::LogitsGradient of;
+    of.logits = logits;
+    kernels::quantize_logits_gradient(of, {});
+  };
+  const Quantized rows = quantize(raw::zeros({4, 4}, kF32), {.tile = {2, 0}});
+  expect_refusals({
+      {"expects f32, f16 or bf16", [&] { quantize(wide, {}); }},
+      {"asked for bf16", [&] { quantize(x, {.format = kBF16}); }},
+      {"expects a matrix", [&] { quantize(vector, {}); }},
+      {"one f32 as the scale", [&] { quantize(x, {.tile = ScaleTile::row()}, one); }},
+      {"one f32 as the scale", [&] { quantize(x, {}, two); }},
+      {"one f32 as the scale", [&] { quantize(x, {}, tensor({1.0}, kF64)); }},
+      {"asked for f16", [&] { kernels::quantize_both(x, {.format = kF16}, {}); }},
+      {"asked for f16", [&] { kernels::quantize_both(x, {}, {.format = kF16}); }},
+      {"expects f16 or bf16", [&] { kernels::quantize_gelu(x, false, {}); }},
+      {"expects a matrix", [&] { kernels::quantize_gelu(vector.to(kBF16), false, {}); }},
+      {"expects f16 or bf16", [&] { kernels::quantize_gelu_grad(x, x, false, {}); }},
+      {"expects a gradient like",
+       [&] {
+         kernels::quantize_gelu_grad(raw::zeros({2, 1}, kBF16), half, false, {});
+       }},
+      {"expects a gradient like", [&] { kernels::quantize_gelu_grad(x, half, false, {}); }},
+      {"logits of f16 or bf16", [&] { of_logits(x); }},
+      {"a matrix of logits", [&] { of_logits(raw::zeros({4}, kBF16)); }},
+      {"f32[2, 1] as the scales",
+       [&] {
+         kernels::quantize_by(x, {.tile = {1, 0}}, one);
+       }},
+      {"f32[1, 1] as the scales",
+       [&] {
+         kernels::quantize_by(x, {}, raw::zeros({1, 1}, kF64));
+       }},
+      {"largest magnitudes of", [&] { kernels::merge_largest(one, two); }},
+      {"where tiles of 2 rows do", [&] { kernels::rows_of(rows, 1, 2); }},
+      {"asked for f64", [&] { kernels::dequantize(rows, kF64); }},
+      {"before the first add()", [&] { kernels::Fp8Sums().result(kF32); }},
+      {"asked for f64", [&] { kernels::Fp8Sums().result(kF64); }},
+      {"expects f32, f16 or bf16", [&] { kernels::cast_transpose(wide, kF8E4M3, {}, true, true); }},
+      {"asked for f32", [&] { kernels::cast_transpose(x, kF32, {}, true, true); }},
+      {"expects a matrix", [&] { kernels::cast_transpose(vector, kF8E4M3, {}, true, true); }},
+      {"one f32 as the scale", [&] { kernels::cast_transpose(x, kF8E4M3, two, true, true); }},
+      {"one f32 as the scale",
+       [&] { kernels::cast_transpose(x, kF8E4M3, tensor({1.0}, kF64), true, true); }},
+  });
+}
+
+TEST(Quantize, MakesWhatIsWantedBesides) {
+  manual_seed(15);
+  const Tensor x = random({40, 24}, kF32, 3), factor = tensor({0.3}, kF32);
+  const auto expect_equal = [](const Quantized& got, const Quantized& expected) {
+    EXPECT_EQ(codes_of(got.values), codes_of(expected.values));
+    EXPECT_EQ(got.scale.to_vector(), expected.scale.to_vector());
+    EXPECT_EQ(got.sums.defined() ? got.sums.to_vector() : std::vector<double>(),
+              expected.sums.defined() ? expected.sums.to_vector() : std::vector<double>());
+  };
+  const QuantizeOptions options{.format = kF8E5M2, .tile = ScaleTile::row()};
+  const Quantized summed = quantize(x, options, {}, {.sums = true});
+  EXPECT_EQ(summed.sums.to_vector(), sum(x, {0}).to_vector());
+  EXPECT_EQ(codes_of(summed.values), codes_of(quantize(x, options).values));
+  const Tensor times = mul(x, Scalar(0.3f)).detach();
+  const Tensor through = times.to(kBF16);
+  expect_equal(quantize(x, options, {}, {.factor = factor}), quantize(times, options));
+  expect_equal(quantize(x, options, {}, {.through = kBF16}), quantize(x.to(kBF16), options));
+  expect_equal(quantize(x, options, {}, {.sums = true, .through = kBF16, .factor = factor}),
+               quantize(through, options, {}, {.sums = true}));
+  const kernels::QuantizedPair both = kernels::quantize_both(
+      x, options, {.format = kF8E4M3, .tile = ScaleTile::column()}, {.sums = true});
+  expect_equal(both.rows, summed);
+  expect_equal(both.columns, quantize(x, {.format = kF8E4M3, .tile = ScaleTile::column()}));
+  for (const bool tanh_form : {false, true}) {
+    const Tensor half = x.to(kBF16), dy = random({40, 24}, kBF16);
+    const Gelu form = tanh_form ? Gelu::kTanh : Gelu::kNone;
+    Tensor leaf = half.clone();
+    leaf.requires_grad_();
+    const Tensor y = gelu(leaf, form);
+    y.backward(dy);
+    expect_equal(kernels::quantize_gelu(half, tanh_form, options), quantize(y.detach(), options));
+    expect_equal(kernels::quantize_gelu_grad(dy, half, tanh_form, options),
+                 quantize(leaf.grad(), options));
+  }
+}
+
+TEST(Quantize, TheGradientOfLogitsIsThatOfTheirLoss) {
+  manual_seed(16);
+  Tensor logits = random({6, 40}, kBF16, 2);
+  const Tensor targets = tensor({3, -100, 39, 0, 7, -100}, kI64);
+  const kernels::CrossEntropyRows rows = kernels::cross_entropy_forward(logits, targets, {});
+  const Quantized q = kernels::quantize_logits_gradient({.logits = logits,
+                                                         .targets = targets,
+                                                         .statistics = rows.statistics,
+                                                         .gradient = tensor({2.0}, kF32),
+                                                         .divisor = rows.total_weight},
+                                                        {.format = kF8E5M2});
+  logits.requires_grad_();
+  mul(cross_entropy(logits, targets), Scalar(2)).backward();
+  const Quantized expected = quantize(logits.grad(), {.format = kF8E5M2});
+  EXPECT_EQ(codes_of(q.values), codes_of(expected.values));
+  EXPECT_EQ(q.scale.item<float>(), expected.scale.item<float>());
+}
+
+// What is known of a matrix after its pieces have been seen is what is known of the whole, for every
+// tile that ends where pieces do; and so are products whose sum runs over the pieces.
+TEST(Quantize, PiecesAreTheWhole) {
+  manual_seed(17);
+  const int64_t N = 40;
+  const Tensor x = (random({96, N}) * exp(random({96, 1}, kF32, 2))).detach();
+  const Tensor other = random({96, 24});
+  for (const ScaleTile& tile : std::vector<ScaleTile>{
+           ScaleTile::tensor(), ScaleTile::column(), {16, 1}, {16, 16}, {16, 0}, {0, 16}}) {
+    SCOPED_TRACE(std::to_string(tile.rows) + " x " + std::to_string(tile.columns));
+    const QuantizeOptions options{.tile = tile, .power_of_two = true};
+    const Quantized whole = quantize(x, options), right = quantize(other, {});
+    const std::vector<std::pair<int64_t, int64_t>> pieces = {{0, 32}, {32, 48}, {80, 16}};
+    kernels::Fp8Sums sums;
+    std::vector<uint8_t> codes;
+    float amax = 0;
+    Tensor largest = raw::zeros({1, whole.scale.size(1)}, kF32);
+    for (const auto& [first, count] : pieces) {
+      const Tensor piece = raw::narrow(x, 0, first, count);
+      const Tensor own = kernels::largest_of_tiles(piece, tile);
+      for (const double value : own.to_vector()) amax = std::max(amax, static_cast<float>(value));
+      if (tile.rows == 0) kernels::merge_largest(largest, own);
+    }
+    EXPECT_EQ(amax, whole.amax);
+    if (tile.rows == 0) {
+      EXPECT_EQ(kernels::scales_of(largest, options).to_vector(), whole.scale.to_vector());
+    }
+    for (const auto& [first, count] : pieces) {
+      const Tensor piece = raw::narrow(x, 0, first, count);
+      const Tensor scales = kernels::scales_of(
+          tile.rows == 0 ? largest : kernels::largest_of_tiles(piece, tile), options);
+      const Quantized part = kernels::quantize_by(piece, options, scales);
+      const Quantized view = kernels::rows_of(whole, first, count);
+      EXPECT_EQ(codes_of(part.values), codes_of(view.values));
+      EXPECT_EQ(part.scale.to_vector(), view.scale.to_vector());
+      EXPECT_EQ(part.inverse.to_vector(), view.inverse.to_vector());
+      sums.add({part, true}, {kernels::rows_of(right, first, count)});
+    }
+    const Tensor once = kernels::fp8_matmul({whole, true}, {right}, kF32);
+    EXPECT_LT(relative_distance(sums.result(kF32), once.to_vector()), 1e-6);
+  }
+}
+
+TEST(Quantize, LargestMagnitudesKeepNaN) {
+  const Tensor to = tensor({1, 5, 0, 2}, kF32);
+  kernels::merge_largest(to, tensor({2, 4, kNaN, 2}, kF32));
+  kernels::merge_largest(to, tensor({0, 0, kInfinity, 2}, kF32));
+  EXPECT_EQ(to.to_vector()[0], 2);
+  EXPECT_EQ(to.to_vector()[1], 5);
+  EXPECT_TRUE(std::isnan(to.to_vector()[2]));
+  EXPECT_EQ(to.to_vector()[3], 2);
+}
+
+TEST(CastTranspose, IsQuantizeInBothOrders) {
+  manual_seed(18);
+  for (const Shape& shape : {Shape{130, 5}, Shape{64, 3}, Shape{1, 70}}) {
+    for (const DType from : {kF32, kBF16, kF16}) {
+      const Tensor x = random(shape, from, 3), scale = tensor({2.5}, kF32);
+      const float amax = kernels::largest_magnitude_of(x);
+      for (const DType to : {kF8E4M3, kF8E5M2}) {
+        const auto both = kernels::cast_transpose(x, to, scale, true, true);
+        const Quantized q = quantize(x, {.format = to}, scale);
+        EXPECT_EQ(codes_of(both.values), codes_of(q.values));
+        EXPECT_EQ(codes_of(both.transposed), codes_of(raw::transpose(q.values, 0, 1).contiguous()));
+        EXPECT_EQ(both.amax.item<float>(), amax);
+      }
+      for (const DType to : {kBF16, kF16}) {
+        const auto plain = kernels::cast_transpose(x.t(), to, {}, true, false);
+        EXPECT_EQ(plain.values.to_vector(), x.t().to(to).to_vector());
+        EXPECT_FALSE(plain.transposed.defined());
+        EXPECT_EQ(plain.amax.item<float>(), amax);
+        const auto turned = kernels::cast_transpose(x, to, {}, false, true);
+        EXPECT_FALSE(turned.values.defined());
+        EXPECT_EQ(turned.transposed.to_vector(), x.t().to(to).to_vector());
+      }
+    }
+  }
+  EXPECT_EQ(kernels::cast_transpose(raw::zeros({0, 4}, kF32), kBF16, {}, true, true).amax.item(),
+            0);
+  const auto meta = kernels::cast_transpose(raw::zeros({2, 4}, kF32, kMeta), kBF16, {}, true, true);
+  EXPECT_TRUE(meta.transposed.is_meta());
+  EXPECT_EQ(meta.transposed.shape(), (Shape{4, 2}));
+}
+
+// ---- Delayed scales ----------------------------------------------------------------------------
+
+// Four steps through a ring of three rows, for operands of two products: the third and the sixth are
+// gradients.
+TEST(RollScales, FollowTheLargestOfTheLastRows) {
+  for (const bool of_newest : {false, true}) {
+    for (const int margin : {0, 2}) {
+      const kernels::ScaleRules rules{
+          .of_newest = of_newest, .power_of_two = margin == 2, .margin = margin};
+      const kernels::ScaleHistory history{.rows = raw::zeros({3, 6}, kF32),
+                                          .position = raw::zeros({2}, kI64),
+                                          .maxima = raw::zeros({6}, kF32),
+                                          .scales = raw::full({6}, 9, kF32)};
+      kernels::roll_scales(history, rules);  // nothing was noted
+      EXPECT_EQ(history.position.to_vector(), (std::vector<double>{0, 0}));
+      EXPECT_EQ(history.scales.to_vector(), (std::vector<double>(6, 9)));
+      std::vector<std::vector<float>> steps;
+      for (int step = 0; step < 5; ++step) {
+        std::vector<float> now = {10.0f / static_cast<float>(step + 1), 1.0f,
+                                  static_cast<float>(step + 1),         0.0f,
+                                  step == 3 ? kInfinity : 3.0f,         step == 1 ? kNaN : 0.0f};
+        std::copy(now.begin(), now.end(), history.maxima.data_as<float>());
+        for (float& each : now) each = std::isfinite(each) ? each : 0;
+        steps.push_back(now);
+        kernels::roll_scales(history, rules);
+        EXPECT_EQ(history.position.to_vector(),
+                  (std::vector<double>{std::min(step + 1.0, 3.0), static_cast<double>(step % 3)}));
+        EXPECT_EQ(history.maxima.to_vector(), (std::vector<double>(6, 0)));
+        for (size_t i = 0; i < 6; ++i) {
+          float amax = 0;
+          for (int back = 0; back < (of_newest ? 1 : 3) && back <= step; ++back) {
+            amax = std::max(amax, steps[static_cast<size_t>(step - back)][i]);
+          }
+          const float kept = i == 4 && step == 3 && of_newest
+                                 ? kernels::fp8_scale(3, kF8E4M3, margin == 2, margin)
+                                 : 9;
+          const float expected = amax > 0 ? kernels::fp8_scale(amax, i % 3 == 2 ? kF8E5M2 : kF8E4M3,
+                                                               margin == 2, margin)
+                                          : kept;
+          EXPECT_EQ(history.scales.data_as<float>()[i], expected) << step << " " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST(RollScales, RefuseAHistoryThatDoesNotFit) {
+  const auto roll = [](int64_t steps, int64_t maxima, int64_t scales, int64_t position) {
+    kernels::roll_scales({.rows = raw::zeros({steps, 3}, kF32),
+                          .position = raw::zeros({position}, kI64),
+                          .maxima = raw::zeros({maxima}, kF32),
+                          .scales = raw::zeros({scales}, kF32)},
+                         {});
+  };
+  roll(1, 3, 3, 2);
+  const char* const says = "maxima and scales of the 3 operands";
+  expect_refusals({{says, [&] { roll(0, 3, 3, 2); }},
+                   {says, [&] { roll(1, 2, 3, 2); }},
+                   {says, [&] { roll(1, 3, 2, 2); }},
+                   {says, [&] { roll(1, 3, 3, 1); }}});
 }
 
 // ---- Products ----------------------------------------------------------------------------------
@@ -331,16 +590,6 @@ std::vector<double> product_of(const Quantized& a, bool ta, const Quantized& b, 
     }
   }
   return result;
-}
-
-double relative_distance(const Tensor& got, const std::vector<double>& expected) {
-  const std::vector<double> values = got.to_vector();
-  double error = 0, all = 0;
-  for (size_t i = 0; i < values.size(); ++i) {
-    error += (values[i] - expected[i]) * (values[i] - expected[i]);
-    all += expected[i] * expected[i];
-  }
-  return std::sqrt(error / all);
 }
 
 TEST(Fp8Matmul, IsTheProductOfWhatTheBytesSay) {
@@ -390,6 +639,21 @@ TEST(Fp8Matmul, RefusesOperandsThatDoNotFit) {
   EXPECT_THROW(kernels::fp8_matmul({a}, {b, true}, kF32), ShapeError);
   EXPECT_EQ(kernels::fp8_matmul({a, true}, {b, true}, kF32).shape(), Shape({32, 48}));
   EXPECT_THROW(kernels::fp8_matmul({a, true}, {b, true}, kF64), DTypeError);
+  const auto with_bias = [&](const Tensor& bias) {
+    kernels::fp8_matmul({a, true}, {b, true}, kBF16, {.bias = bias});
+  };
+  with_bias(raw::zeros({48}, kBF16));
+  expect_refusals({{"a bias of bf16[48]", [&] { with_bias(raw::zeros({32}, kBF16)); }},
+                   {"a bias of bf16[48]", [&] { with_bias(raw::zeros({48}, kF32)); }}});
+}
+
+TEST(Fp8Matmul, AddsABiasToTheRoundedResult) {
+  manual_seed(19);
+  const Quantized a = quantize(random({16, 32}), {}), b = quantize(random({32, 48}), {});
+  const Tensor bias = random({48}, kBF16);
+  const Tensor product = kernels::fp8_matmul({a}, {b}, kBF16);
+  EXPECT_EQ(kernels::fp8_matmul({a}, {b}, kBF16, {.bias = bias}).to_vector(),
+            add(product, bias).to_vector());
 }
 
 TEST(Fp8Matmul, BitsDoNotDependOnThreads) {

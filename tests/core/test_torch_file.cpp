@@ -286,6 +286,276 @@ TEST_F(TorchFiles, AStructureThatMakesNoSenseIsRefused) {
   refused<FormatError>(write("\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."), "ends");
 }
 
+// ---- Opcodes -----------------------------------------------------------------------------------
+
+// What a pickle holds, as Python would show it.
+std::string shown(const PickleValue& value) {
+  using Kind = PickleValue::Kind;
+  const auto joined = [&](size_t from, const char* between) {
+    std::string text;
+    for (size_t i = from; i < value.items.size(); ++i) {
+      if (i > from) text += i % 2 == 1 && *between == ':' ? ": " : ", ";
+      text += shown(*value.items[i]);
+    }
+    return text;
+  };
+  const std::string dtype = value.dtype ? std::string(name_of(*value.dtype)) : "bytes";
+  switch (value.kind) {
+    case Kind::kNone:
+      return "None";
+    case Kind::kBool:
+      return value.integer != 0 ? "True" : "False";
+    case Kind::kInt:
+      return std::to_string(value.integer);
+    case Kind::kFloat:
+      return std::to_string(value.number);
+    case Kind::kText:
+      return "'" + value.text + "'";
+    case Kind::kList:
+      return "[" + joined(0, ",") + "]";
+    case Kind::kTuple:
+      return "(" + joined(0, ",") + ")";
+    case Kind::kDict:
+      return "{" + joined(0, ":") + "}";
+    case Kind::kGlobal:
+      return "<" + value.text + ">";
+    case Kind::kStorage:
+      return dtype + " storage " + value.text + " of " + std::to_string(value.integer) +
+             (value.items.empty() ? "" : " (" + value.items[0]->text + ")");
+    case Kind::kTensor:
+      return dtype + " tensor at " + std::to_string(value.integer) + " of " + joined(0, ",");
+    case Kind::kObject:
+      return (value.integer == 1 ? "unreadable " : "object ") + value.text +
+             (value.items.empty() ? "" : " {" + joined(0, ":") + "}");
+  }
+  return "";
+}
+
+struct Opcodes {
+  std::string bytes, expected;
+};
+void expect_values(const std::vector<Opcodes>& rows) {
+  for (const auto& [bytes, expected] : rows) {
+    try {
+      const Pickle read = read_pickle(bytes, "table");
+      EXPECT_EQ(shown(*read.root), expected) << testing::PrintToString(bytes);
+    } catch (const Error& error) {
+      EXPECT_TRUE(!expected.empty() && mentions(error.what(), expected))
+          << testing::PrintToString(bytes) << ": " << error.what();
+    }
+  }
+}
+std::string global_op(const std::string& module, const std::string& name) {
+  return "c" + module + "\n" + name + "\n";
+}
+// A number's opcode, K; one byte.
+std::string byte_op(int value) { return std::string("K") + static_cast<char>(value); }
+
+TEST(PickleOpcodes, ScalarsAndTexts) {
+  using namespace std::string_literals;
+  expect_values({
+      {"N.", "None"},
+      {"\x88.", "True"},
+      {"\x89.", "False"},
+      {"J\xfe\xff\xff\xff.", "-2"},
+      {"K\xff.", "255"},
+      {"M\x34\x12.", "4660"},
+      {"\x8a\x00."s, "0"},
+      {"\x8a\x01\xff.", "-1"},
+      {"\x8a\x01\x7f.", "127"},
+      {"\x8a\x02\xff\x00."s, "255"},
+      {"\x8a\x02\x00\x80."s, "-32768"},
+      {"\x8a\x08" + little(uint64_t{1} << 62, 8) + ".", "4611686018427387904"},
+      {"\x8a\x09" + std::string(9, '\x01') + ".", "object a large integer"},
+      {"\x8b" + little(9, 4) + std::string(9, '\x01') + ".", "object a large integer"},
+      {"G\x3f\xf8" + std::string(6, '\0') + ".", "1.500000"},
+      {"X" + little(2, 4) + "ab.", "'ab'"},
+      {"\x8c" + little(2, 1) + "ab.", "'ab'"},
+      {"\x8d" + little(2, 8) + "ab.", "'ab'"},
+      {"U" + little(2, 1) + "ab.", "'ab'"},
+      {"T" + little(2, 4) + "ab.", "'ab'"},
+      {"C" + little(2, 1) + "ab.", "object bytes"},
+      {"B" + little(2, 4) + "ab.", "object bytes"},
+      {"\x8e" + little(2, 8) + "ab.", "object bytes"},
+      {"\x96" + little(2, 8) + "ab.", "object bytes"},
+      {"\x80\x05\x95" + little(2, 8) + "N.", "None"},
+      {"\x80\x06N.", "protocol after 5"},
+      {"cos\nsystem\n.", "<os.system>"},
+      {"\x8c" + little(2, 1) + "os\x8c" + little(6, 1) + "system\x93.", "<os.system>"},
+      {byte_op(1) + "\x8c" + little(1, 1) + "x\x93.", "a name that is no text"},
+      {"\x8c" + little(1, 1) + "x" + byte_op(1) + "\x93.", "a name that is no text"},
+      {"cos\n", "ends within a name"},
+      {"i.", "opcode 105"},
+  });
+}
+
+TEST(PickleOpcodes, ContainersAndTheStack) {
+  const std::string one = byte_op(1), two = byte_op(2), three = byte_op(3), four = byte_op(4);
+  const std::string mark = "(";
+  expect_values({
+      {").", "()"},
+      {one + "\x85.", "(1)"},
+      {one + two + "\x86.", "(1, 2)"},
+      {one + two + three + "\x87.", "(1, 2, 3)"},
+      {mark + one + two + three + four + "t.", "(1, 2, 3, 4)"},
+      {"].", "[]"},
+      {mark + one + two + "l.", "[1, 2]"},
+      {"]" + one + "a.", "[1]"},
+      {"](" + one + two + "e.", "[1, 2]"},
+      {"}.", "{}"},
+      {mark + one + two + "d.", "{1: 2}"},
+      {mark + one + "d.", "a key without a value"},
+      {"}" + one + two + "s.", "{1: 2}"},
+      {"}(" + one + two + three + four + "u.", "{1: 2, 3: 4}"},
+      {"}(" + one + "u.", "a key without a value"},
+      {"]" + one + two + "s.", "adds items to what takes none"},
+      {"}" + one + "a.", "adds items to what takes none"},
+      {"\x8f(" + one + "\x90.", "object set"},
+      {mark + one + "\x91.", "object frozenset"},
+      {one + "2\x86.", "(1, 1)"},
+      {one + two + "0.", "1"},
+      {one + "(" + two + three + "1.", "1"},
+      {one + "q\x05" + "0h\x05.", "1"},
+      {one + "r" + little(300, 4) + "0j" + little(300, 4) + ".", "1"},
+      {one + "\x94" + two + "\x94h" + little(0, 1) + "\x87.", "(1, 2, 1)"},
+      {one + two + ".", "ends with 2 values"},
+      {one + "(.", "ends with 1 values"},
+      {"(.", "ends with 0 values"},
+      {one + "(" + two + "\x86.", "takes a value that is not there"},
+      {"(\x94.", "takes a value that is not there"},
+      {"1.", "takes a mark that is not there"},
+      {"h\x05.", "recalls the value 5"},
+  });
+}
+
+TEST(PickleOpcodes, CallsAreDoneByNameOrLeaveTheirName) {
+  const std::string one = byte_op(1), two = byte_op(2);
+  const std::string size = global_op("torch", "Size"),
+                    dict = global_op("collections", "OrderedDict");
+  const std::string defaults = global_op("collections", "defaultdict");
+  const std::string type = global_op("my", "Type"), pair = one + two + "\x86";
+  expect_values({
+      {size + "(" + one + two + "t\x85R.", "(1, 2)"},
+      {size + ")R.", "makes a size of no tuple"},
+      {size + one + "\x85R.", "makes a size of no tuple"},
+      {dict + ")R.", "{}"},
+      {dict + "](" + pair + pair + "e\x85R.", "{1: 2, 1: 2}"},
+      {dict + "](" + pair + pair + "e" + one + "\x86R.", "makes a dict of no list"},
+      {dict + one + "\x85R.", "makes a dict of no list"},
+      {dict + "]" + one + "a\x85R.", "makes a dict of no pairs"},
+      {dict + "]" + one + "\x85" + "a\x85R.", "makes a dict of no pairs"},
+      {defaults + type + "\x85R.", "{}"},
+      {type + ")R.", "object my.Type"},
+      {type + ")R)R.", "object my.Type"},
+      {type + ")\x81.", "object my.Type"},
+      {type + ")}\x92.", "object my.Type"},
+      {type + ")\x81)\x81.", "object my.Type"},
+      {one + ")\x81.", "makes an object of no class"},
+      {one + ")R.", "calls what is no name"},
+      {type + one + "R.", "calls what is no name"},
+      {type + ")\x81" + one + two + "s.", "object my.Type {1: 2}"},
+      {type + ")\x81" + one + "a.", "object my.Type"},
+      {type + ")\x81}" + one + two + "sb.", "object my.Type"},
+      {global_op("__torch__", "M") + ")\x81}" + one + two + "sb.", "object __torch__.M {1: 2}"},
+      {"}}b.", "{}"},
+      {"}" + one + "b.", "attributes that are no dict"},
+      {"]}b.", "sets attributes of what is no dict"},
+      {global_op("torch.jit._pickle", "restore_type_tag") + pair + "R.", "1"},
+      {global_op("torch._utils", "_rebuild_sparse_tensor") + ")R.",
+       "unreadable torch._utils._rebuild_sparse_tensor"},
+  });
+}
+
+// persistent_load(("storage", class, key, device, elements)), and what makes tensors of it.
+TEST(PickleOpcodes, TensorsAndTheirStorages) {
+  const auto storage = [](const std::string& type, const std::string& elements = byte_op(6),
+                          const std::string& view = "") {
+    const std::string module = type == "UntypedStorage" ? "torch.storage" : "torch";
+    return "(" + text_op("storage") + global_op(module, type) + text_op("7") + text_op("cpu") +
+           elements + view + "tQ";
+  };
+  const std::string floats = storage("FloatStorage");
+  const auto tuple = [](const std::string& items) { return "(" + items + "t"; };
+  const std::string sizes = tuple(byte_op(2) + byte_op(3)),
+                    strides = tuple(byte_op(3) + byte_op(1));
+  const std::string v2 = global_op("torch._utils", "_rebuild_tensor_v2");
+  const std::string v3 = global_op("torch._utils", "_rebuild_tensor_v3");
+  const auto tensor2 = [&](const std::string& of, const std::string& further = "") {
+    return v2 + "(" + of + byte_op(4) + sizes + strides + "\x89}" + further + "tR";
+  };
+  const auto tensor3 = [&](const std::string& dtype, const std::string& further = "") {
+    return v3 + "(" + storage("UntypedStorage") + byte_op(4) + sizes + strides + "\x89}" +
+           global_op("torch", dtype) + further + "tR";
+  };
+  const std::string read = "f32 tensor at 4 of f32 storage 7 of 6, (2, 3), (3, 1)";
+  const std::string parameter = global_op("torch._utils", "_rebuild_parameter");
+  const std::string stateful = global_op("torch._utils", "_rebuild_parameter_with_state");
+  const std::string typed = global_op("torch._tensor", "_rebuild_from_type_v2");
+  std::string most, ones;
+  for (int i = 0; i < kMaxDims; ++i) most += byte_op(1), ones += ", 1";
+  const std::string many = most + byte_op(1);
+  ones = "(" + ones.substr(2) + ")";
+  expect_values({
+      {floats + ".", "f32 storage 7 of 6"},
+      {storage("DoubleStorage") + ".", "f64 storage 7 of 6"},
+      {storage("UntypedStorage") + ".", "bytes storage 7 of 6"},
+      {storage("QInt8Storage") + ".", "bytes storage 7 of 6 (torch.QInt8Storage)"},
+      {storage("FloatStorage", byte_op(6), "N") + ".", "f32 storage 7 of 6"},
+      {storage("FloatStorage", byte_op(6), ")") + ".", "f32 storage 7 of 6 (part of a storage)"},
+      {storage("FloatStorage", int_op(-1)) + ".", "a storage that is none"},
+      {storage("Float") + ".", "a storage of torch.Float"},
+      {"(" + text_op("module") + global_op("my", "Net") + "NNtQ.", "<my.Net>"},
+      {"(" + text_op("storage") + global_op("torch", "FloatStorage") + "NNNtQ.",
+       "a storage that is none"},
+      {tensor2(floats) + ".", read},
+      {tensor2(floats, "N") + ".", read},
+      {tensor2(floats, "}") + ".", read},
+      {tensor2(floats, "}" + text_op("conj") + "\x88s") + ".",
+       "unreadable elements that are read as their conjugates or negatives"},
+      {tensor2(floats, "NN") + ".", "makes a tensor of 8 arguments"},
+      {tensor2("N") + ".", "makes a tensor of no storage"},
+      {tensor2(storage("QInt8Storage")) + ".", "unreadable torch.QInt8Storage"},
+      {tensor2(storage("UntypedStorage")) + ".", "makes a tensor without a dtype"},
+      {v2 + "(" + floats + int_op(-1) + sizes + strides + "\x89}tR.",
+       "makes a tensor of no storage"},
+      {v2 + "(" + floats + byte_op(0) + sizes + tuple(byte_op(1)) + "\x89}tR.",
+       "2 sizes and 1 strides"},
+      {v2 + "(" + floats + byte_op(0) + byte_op(1) + strides + "\x89}tR.", "sizes are no tuple"},
+      {v2 + "(" + floats + byte_op(0) + tuple(most) + tuple(most) + "\x89}tR.",
+       "f32 tensor at 0 of f32 storage 7 of 6, " + ones + ", " + ones},
+      {v2 + "(" + floats + byte_op(0) + tuple(many) + tuple(many) + "\x89}tR.",
+       "sizes are no tuple of at most"},
+      {v2 + "(" + floats + byte_op(0) + tuple(int_op(-1)) + tuple(byte_op(1)) + "\x89}tR.",
+       "a size that is no number"},
+      {v2 + "(" + floats + byte_op(0) + tuple(byte_op(1)) + tuple(int_op(-1)) + "\x89}tR.",
+       "a size that is no number"},
+      {tensor3("bfloat16") + ".", "bf16 tensor at 4 of bytes storage 7 of 6, (2, 3), (3, 1)"},
+      {tensor3("uint16") + ".", "unreadable torch.uint16"},
+      {tensor3("float32", "N") + ".", "f32 tensor at 4 of bytes storage 7 of 6, (2, 3), (3, 1)"},
+      {tensor3("float32", "NN") + ".", "makes a tensor of 9 arguments"},
+      {parameter + "(" + tensor2(floats) + "\x88}tR.", read},
+      {parameter + "(" + tensor2(floats) + "\x88tR.", "makes a parameter of 2 arguments"},
+      {parameter + "(N\x88}tR.", "makes a parameter of no tensor"},
+      {parameter + "(" + tensor2(storage("QInt8Storage")) + "\x88}tR.",
+       "unreadable torch.QInt8Storage"},
+      {stateful + "(" + tensor2(floats) + "\x88}}tR.", read},
+      {stateful + "(" + tensor2(floats) + "\x88}tR.", "makes a parameter of 3 arguments"},
+      {typed + "(" + v2 + global_op("my", "Tensor") + "(" + floats + byte_op(4) + sizes + strides +
+           "\x89}t}tR.",
+       read},
+      {typed + "(" + typed + "N)}tR.", "makes a tensor of no function"},
+      {typed + "(" + v2 + "N)tR.", "makes a tensor of no function"},
+      {typed + "(" + v2 + "NN}tR.", "makes a tensor of no function"},
+  });
+}
+
+TEST(PickleOpcodes, AreReadOneByOneFromSeveral) {
+  std::string_view bytes = "K\x01.K\x02.";
+  EXPECT_EQ(take_pickle(bytes, "several").root->integer, 1);
+  EXPECT_EQ(take_pickle(bytes, "several").root->integer, 2);
+  EXPECT_TRUE(bytes.empty());
+}
+
 // A list in itself, and forty pairs, each of which holds the one before it twice: 2^40 leaves of
 // 200 bytes.
 TEST_F(TorchFiles, ListsThatHoldEachOtherEnd) {
