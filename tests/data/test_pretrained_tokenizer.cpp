@@ -138,6 +138,27 @@ TEST_P(Family, TakesBytesThatAreNotUtf8ForReplacementCharacters) {
 INSTANTIATE_TEST_SUITE_P(Pretrained, Family, testing::ValuesIn(kFamilies),
                          [](const auto& info) { return std::string(info.param); });
 
+// ---- Parts by themselves ------------------------------------------------------------------------
+
+TEST(PretrainedTokenizer, EachKindOfPartDoesWhatThePackageDoes) {
+  const json components = tests::golden_json("tokenizers/components.json");
+  EXPECT_GE(components.size(), 55u);
+  for (const json& component : components) {
+    SCOPED_TRACE(component["name"].get<std::string>());
+    const PretrainedTokenizer tokenizer = parse(component["file"]);
+    for (const json& c : component["texts"]) {  // text, ids, offsets
+      const auto text = c[0].get<std::string>();
+      const PretrainedEncoding encoding = tokenizer.encode_text(text);
+      EXPECT_EQ(encoding.ids, c[1].get<Ids>()) << text;
+      EXPECT_EQ(flat(encoding.offsets), c[2].get<std::vector<int64_t>>()) << text;
+      EXPECT_EQ(tokenizer.encode(text), c[1].get<Ids>()) << text;
+    }
+    for (const json& c : component["decoded"]) {
+      EXPECT_EQ(tokenizer.decode(c[0].get<Ids>()), c[1].get<std::string>()) << c[0];
+    }
+  }
+}
+
 // ---- What is not known --------------------------------------------------------------------------
 
 struct Change {
