@@ -15,6 +15,9 @@
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/grad_scaler.h>
 
+#include "message_of.h"
+#include "refusals.h"
+
 namespace tessera::precision::test_precision {
 namespace {
 
@@ -400,6 +403,56 @@ TEST(GradScaler, OptionsReachToTheirBoundsAndNoFurther) {
       }
     }
   }
+}
+
+TEST(GradScaler, HysteresisIsACountAndItsStateFits) {
+  for (const int64_t hysteresis : {1, 3}) {
+    for (const int64_t left : {int64_t{0}, int64_t{1}, hysteresis, hysteresis + 1}) {
+      GradScaler scaler({.hysteresis = hysteresis});
+      StateDict state = scaler.state_dict();
+      EXPECT_EQ(state.contains("overflows_left"), hysteresis > 1);
+      state.set("hysteresis", scalar_tensor(hysteresis, kI64));
+      state.set("overflows_left", scalar_tensor(left, kI64));
+      if (left >= 1 && left <= hysteresis) {
+        EXPECT_NO_THROW(scaler.load_state_dict(state));
+      } else {
+        EXPECT_TRUE(mentions(message_of([&] { scaler.load_state_dict(state); }), "overflows_left"));
+      }
+    }
+  }
+  expect_refusals({
+      {"hysteresis must be at least 1; got 0", [] { GradScaler({.hysteresis = 0}); }},
+      {"keeps no count of overflows", [] { GradScaler({.hysteresis = 2, .on_device = true}); }},
+      {"make growth_factor 1, too", [] { GradScaler({.backoff_factor = 1}); }},
+      {"make backoff_factor 1, too", [] { GradScaler({.growth_factor = 1}); }},
+  });
+  EXPECT_NO_THROW(GradScaler({.growth_factor = 1, .backoff_factor = 1}));
+}
+
+TEST(GradScaler, CallsOutOfTheirOrderSayWhatTheOrderIs) {
+  OneWeight one;
+  GradScaler scaler;
+  const Tensor norm = scalar_tensor(1.0, kF64);
+  one.set_gradient({1, 0});
+  expect_refusals({
+      {"call unscale() first", [&] { scaler.note_norm(one.optimizer, norm); }},
+      {"no optimizer was unscaled or stepped", [&] { scaler.update(); }},
+  });
+  scaler.unscale(one.optimizer);
+  EXPECT_TRUE(scaler.is_unscaled(one.optimizer));
+  expect_refusals({{"were unscaled since", [&] { scaler.unscale(one.optimizer); }}});
+  EXPECT_NO_THROW(static_cast<void>(scaler.state_dict()));  // nothing has stepped
+  scaler.step(one.optimizer);
+  const StateDict before = GradScaler().state_dict();
+  expect_refusals({
+      {"were stepped with since", [&] { scaler.unscale(one.optimizer); }},
+      {"note the norm before", [&] { scaler.note_norm(one.optimizer, norm); }},
+      {"stepped since the last update()", [&] { scaler.step(one.optimizer); }},
+      {"before saving", [&] { static_cast<void>(scaler.state_dict()); }},
+      {"before loading", [&] { scaler.load_state_dict(before); }},
+  });
+  scaler.update();
+  EXPECT_FALSE(scaler.is_unscaled(one.optimizer));
 }
 
 // torch refuses f16 gradients; here the factor meets them in f32.

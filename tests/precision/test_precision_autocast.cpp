@@ -18,6 +18,8 @@
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/report.h>
 
+#include "refusals.h"
+
 namespace tessera::precision::test_precision_autocast {
 namespace {
 
@@ -93,6 +95,50 @@ TEST(Policy, OnlyMissingDevicesAndContradictionsAreErrors) {
     EXPECT_NE(std::string(error.what()).find("cuda:63 is not there"), std::string::npos)
         << error.what();
   }
+}
+
+TEST(Policy, SaysWhatContradictsItself) {
+  const auto of = [](DType parameter, DType compute, Casting casting = Casting::kAutocast) {
+    return Policy{.parameter = parameter, .compute = compute, .casting = casting};
+  };
+  const auto fp8_over = [](Policy policy) {
+    policy.fp8_recipe = Fp8Recipe{};
+    return policy;
+  };
+  for (const Policy& fits :
+       {of(kF64, kF64), of(kBF16, kBF16), of(kF16, kF16), of(kF32, kF16), fp8_over(of(kF32, kF16)),
+        fp8_over(of(kF32, kBF16)), of(kF16, kBF16, Casting::kBoundary)}) {
+    EXPECT_NO_THROW(check(fits)) << describe(fits);
+  }
+  const char* const fp8 = "fp8 stands on autocast";
+  expect_refusals({
+      {"parameter f8e4m3 is no dtype", [] { check({.parameter = kF8E4M3}); }},
+      {"compute f8e5m2 is no dtype", [] { check({.compute = kF8E5M2}); }},
+      {"gradient f8e5m2 is no dtype", [] { check({.gradient = kF8E5M2}); }},
+      {"output f8e5m2 is no dtype", [] { check({.output = kF8E5M2}); }},
+      {"parameter must be a floating dtype", [] { check({.parameter = kI64}); }},
+      {"compute must be a floating dtype", [] { check({.compute = kI64}); }},
+      {"gradient must be a floating dtype", [] { check({.gradient = kI64}); }},
+      {"output must be a floating dtype", [] { check({.output = kI64}); }},
+      {fp8, [&] { check(fp8_over(of(kF32, kF32))); }},
+      {fp8, [&] { check(fp8_over(of(kF16, kF16))); }},
+      {fp8, [&] { check(fp8_over(of(kF32, kBF16, Casting::kBoundary))); }},
+      {"history must be at least 1",
+       [] { check({.compute = kBF16, .fp8_recipe = Fp8Recipe{.history = 0}}); }},
+      {"computes in bf16 or f16", [&] { check(of(kF32, kF64)); }},
+      {"parameters in f32 or in the compute dtype", [&] { check(of(kF64, kBF16)); }},
+      {"f64 is never cast", [&] { check(of(kF64, kBF16, Casting::kBoundary)); }},
+      {"f64 is never cast", [&] { check(of(kF32, kF64, Casting::kBoundary)); }},
+      {"known are no, f32, bf16, fp16, bf16-pure, fp16-pure, bf16-boundary, fp16-boundary, fp8",
+       [] { policy_named("f16"); }},
+  });
+}
+
+TEST(Policy, DescribesItsCastsAndItsOutput) {
+  EXPECT_EQ(describe(Policy{}), "parameters f32, compute f32, gradients f32, output as computed");
+  EXPECT_EQ(
+      describe({.compute = kF16, .gradient = kF16, .output = kF32, .casting = Casting::kBoundary}),
+      "parameters f32, compute f16 (cast at the boundary), gradients f16, output f32");
 }
 
 // ---- Autocast around a module ------------------------------------------------------------------
@@ -530,6 +576,30 @@ TEST(PrecisionReport, NamesOpsThatRanOtherwiseThanThePolicySays) {
   EXPECT_EQ(report.deviations[0].describe(),
             "fc: linear ran in f32, the policy says bf16 (1 call)");
   EXPECT_NE(report.table().find(report.deviations[0].describe()), std::string::npos);
+}
+
+TEST(PrecisionReport, TheTableStandsInColumns) {
+  PrecisionReport report{
+      .policy = Policy::autocast(kBF16), .calls = 2, .layers = {}, .deviations = {}};
+  report.layers.push_back({.name = "", .type = "Net"});
+  report.layers.push_back({.name = "fc", .type = "Linear"});
+  LayerPrecision& fc = report.layers.back();
+  fc.parameters = {kF32}, fc.products = {kBF16, kF32}, fc.others = {kF64}, fc.gradients = {kF32};
+  fc.masters = {kF64}, fc.states = {kF16};
+  const std::string head =
+      "parameters f32, compute bf16 (autocast), gradients f32, output as computed\n"
+      "layer    type    parameter  products  other ops  gradient  master  state\n"
+      "(model)  Net     -          -         -          -         -       -\n"
+      "fc       Linear  f32        f32+bf16  f64        f32       f64     f16\n";
+  EXPECT_EQ(report.table(), head + "every op ran in the precision that the policy says\n");
+  report.calls = 0;
+  EXPECT_TRUE(report.table().ends_with("the model was not called: nothing is known of its ops\n"));
+  report.calls = 2;
+  report.deviations = {{"", "linear", kBF16, kF32, 1}, {"fc", "exp", kF32, kBF16, 2}};
+  EXPECT_TRUE(
+      report.table().ends_with("f16\n(model): linear ran in f32, the policy says bf16 (1 call)\n"
+                               "fc: exp ran in bf16, the policy says f32 (2 calls)\n"))
+      << report.table();
 }
 
 }  // namespace
