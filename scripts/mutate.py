@@ -327,33 +327,31 @@ def lines_of(text, mutant):
 
 
 # Which programs execute a line: functions that each program entered (mutate_coverage.cpp), and the functions whose code
-# has the line (the compiler's line numbers of that file alone).
+# has the line (line numbers of its object).
 
 
 def functions_of_lines(build, file):
-    """{line: functions}, the mangled names of those that the compiler made of it."""
-    found = collections.defaultdict(set)
+    """{line: functions}, the mangled names of those that the compiler made of it; None where the build leaves it out."""
+    found, compiled = collections.defaultdict(set), False
     source = str((TREE / file).with_suffix(".cpp") if file.endswith(".h") else TREE / file)
     for entry in json.loads((build.folder / "compile_commands.json").read_text()):
         command = shlex.split(entry["command"])
-        target = command.index("-o") + 1 if "-o" in command else 0
-        if entry["file"] != source or command[target].startswith("tests/") or "tests/CMakeFiles" in command[target]:
+        built = command[command.index("-o") + 1] if "-o" in command else "tests/"
+        if entry["file"] != source or built.startswith("tests/") or "tests/CMakeFiles" in built:
             continue
-        command[target] = "-"
-        command = [*build.launcher, *("-S" if word == "-c" else word for word in command), "-g1"]
-        done = subprocess.run(command, cwd=entry["directory"], capture_output=True, text=True, check=True)
-        kinds, own, current = set(), set(), ""
+        compiled = True
+        code, output = build.make([built])
+        if code != 0:
+            sys.exit("mutate: the tree does not build:\n" + output[-4000:])
+        done = subprocess.run(["objdump", "--disassemble", "--line-numbers", "--no-show-raw-insn", built], cwd=build.folder,
+                              capture_output=True, text=True, check=True)
+        current = ""
         for line in done.stdout.splitlines():
-            if match := re.match(r'\t\.file (\d+) (?:"[^"]*" )?"([^"]+)"', line):
-                if match.group(2).endswith(file):
-                    own.add(match.group(1))
-            elif match := re.match(r"\t\.type\t(\S+), @function", line):
-                kinds.add(match.group(1))
-            elif match := re.match(r"(\w[\w.$]*):$", line):
-                current = match.group(1) if match.group(1) in kinds else current
-            elif (match := re.match(r"\t\.loc (\d+) (\d+)", line)) and match.group(1) in own:
-                found[int(match.group(2))].add(current.split(".")[0])
-    return found
+            if match := re.match(r"[0-9a-f]+ <(\S+)>:$", line):
+                current = match.group(1).split(".")[0]
+            elif (match := re.match(r"(/?[^\s:]+):(\d+)(?: \(discriminator \d+\))?$", line)) and match.group(1).endswith(file):
+                found[int(match.group(2))].add(current)
+    return found if compiled else None
 
 
 def symbols_of(path):
@@ -483,10 +481,12 @@ class Build:
     def __init__(self, options):
         self.folder = TREE / "build" / options.preset
         self.jobs = str(options.jobs)
+        self.of_ctest = None
         command = ["cmake", "--preset", options.preset, "-DTESSERA_WITH_CUDA=OFF", "-DTESSERA_UNITY=OFF",
                    "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_LINK_DEPENDS_NO_SHARED=ON"]
-        if options.preset == "dev":
-            command.append("-DCMAKE_CXX_FLAGS_DEBUG=-Og")
+        command.append("-DCMAKE_CXX_FLAGS_DEBUG=-Og -g1" if options.preset == "dev" else
+                       "-DCMAKE_CXX_FLAGS=-g1")  # with line numbers
+        command += options.cmake
         self.launcher = os.environ.get("CMAKE_CXX_COMPILER_LAUNCHER", shutil.which("ccache") or "").split(";")
         if self.launcher == [""]:
             self.launcher = []
@@ -503,13 +503,32 @@ class Build:
                               check=True)
         return sorted(set(re.findall(r"^tests/(?:cuda/)?(test_\w+): CXX_EXECUTABLE", done.stdout, re.MULTILINE)))
 
-    def test(self, program, seconds, **variables):
-        environment = {"OMP_WAIT_POLICY": "passive", **os.environ, **variables}
+    def calls(self, program):
+        """Its command lines with their variables: itself, or what ctest says of one that runs as ranks of MPI alone."""
+        if self.of_ctest is None:
+            done = subprocess.run(["ctest", "--show-only=json-v1"], cwd=self.folder, capture_output=True, text=True, check=True)
+            self.of_ctest = collections.defaultdict(list)
+            for test in json.loads(done.stdout)["tests"]:
+                command = test.get("command", [""])
+                properties = {one["name"]: one["value"] for one in test.get("properties", [])}
+                at = next((i for i, word in enumerate(command) if word.startswith(str(self.folder / "tests"))), 0)
+                variables = dict(one.split("=", 1) for one in properties.get("ENVIRONMENT", []))
+                self.of_ctest[pathlib.Path(command[at]).name].append((command[:at], variables))
         path = next(folder / program for folder in (self.folder / "tests", self.folder / "tests" / "cuda")
                     if (folder / program).exists())
-        command = [str(path), "--gtest_brief=1", *([] if variables else ["--gtest_fail_fast"])]
-        return run(command, seconds, env=environment, preexec_fn=lambda: limits(program),
-                   cwd=self.folder)
+        found = self.of_ctest[program]
+        if any(not before for before, _ in found):
+            found = []
+        return [([*before, str(path)], variables) for before, variables in found or [([], {})]]
+
+    def test(self, program, seconds, **variables):
+        for command, of_ctest in self.calls(program):
+            environment = {"OMP_WAIT_POLICY": "passive", **os.environ, **of_ctest, **variables}
+            command = [*command, "--gtest_brief=1", *([] if variables else ["--gtest_fail_fast"])]
+            code, output = run(command, seconds, env=environment, preexec_fn=lambda: limits(program), cwd=self.folder)
+            if code != 0:
+                break
+        return code, output
 
 
 # ---- Results ------------------------------------------------------------------------------------------------------
@@ -605,6 +624,8 @@ def main():
     parser.add_argument("--coverage", action="store_true",
                         help="build the test programs (or --tests), keep which functions each enters, and end")
     parser.add_argument("--preset", default="dev", help="of the build (dev); tsan sees removed locks")
+    parser.add_argument("--cmake", action="append", default=[], metavar="SETTING",
+                        help="of the build, such as -DTESSERA_EMULATE_GPU=OFF (no programs of the emulated GPU); repeatable")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="of the build")
     parser.add_argument("--minutes", type=float, default=0, help="stop after so long; the next run goes on")
     parser.add_argument("--require", type=float, default=0, help="fail below so many percent noticed")
@@ -663,7 +684,10 @@ def main():
     stopped = False
     for file, mutants in chosen:
         text = (TREE / file).read_text()
-        at = {} if options.tests else functions_of_lines(build, file)
+        at = functions_of_lines(build, file)
+        if at is None:
+            print(f"{file}: this build does not compile it", flush=True)
+            continue
         of_file = set().union(*at.values())
         version = fingerprint([TREE / file])
         results, asked = [], set()

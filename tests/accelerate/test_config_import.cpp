@@ -2,6 +2,7 @@
 // version 1 (CLI-4). The files are written here from the lists of keys of each generation.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
@@ -12,6 +13,7 @@
 #include <tessera/core/error.h>
 
 #include "message_of.h"
+#include "refusals.h"
 
 namespace tessera::accelerate::test_config_import {
 namespace {
@@ -332,6 +334,184 @@ TEST(ConfigImport, ValuesThatCannotBeAreErrors) {
   EXPECT_THROW(import_text("[1, 2]\n"), FormatError);
   EXPECT_THROW(import_text("a: [1\n"), FormatError);
   EXPECT_THROW(import_accelerate("/nowhere/default_config.yaml"), IoError);
+}
+
+// Each value that has a meaning of its own: what becomes of it, and what the report says of it.
+TEST(ConfigImport, EverySpecialValueHasItsLine) {
+  struct Row {
+    std::string text, key;
+    ImportOutcome outcome;
+    std::string note;
+  };
+  using enum ImportOutcome;
+  const auto fsdp = [](const std::string& key, const std::string& value) {
+    return "distributed_type: FSDP\nfsdp_config:\n  " + key + ": " + value + "\n";
+  };
+  const auto deepspeed = [](const std::string& key, const std::string& value) {
+    return "distributed_type: DEEPSPEED\ndeepspeed_config:\n  " + key + ": " + value + "\n";
+  };
+  const auto fp8 = [](const std::string& key, const std::string& value) {
+    return "mixed_precision: fp8\nfp8_config:\n  " + key + ": " + value + "\n";
+  };
+  const std::string harmless = "what is the case anyway", program = "what the program says";
+  const Row rows[] = {
+      {"compute_environment: LOCAL_MACHINE", "compute_environment", kUnset, "as always"},
+      {"compute_environment: AMAZON_SAGEMAKER", "compute_environment", kNoCounterpart, "cloud"},
+      {"distributed_type: 'NO'", "distributed_type", kUnset, "data parallel"},
+      {"distributed_type: no", "distributed_type", kUnset, "data parallel"},
+      {"distributed_type: false", "distributed_type", kUnset, "data parallel"},
+      {"distributed_type: MULTI_CPU", "distributed_type", kUnset, "data parallel"},
+      {"distributed_type: multi_gpu", "distributed_type", kUnset, "data parallel"},
+      {"distributed_type: FSDP", "distributed_type", kUnset, "see fsdp_config"},
+      {"distributed_type: DEEPSPEED", "distributed_type", kUnset, "see deepspeed_config"},
+      {"distributed_type: XLA", "distributed_type", kRefused, "no such processes"},
+      {"mixed_precision: false", "mixed_precision", kUnset, "the default of mixed_precision"},
+      {"mixed_precision: BF16", "mixed_precision", kMapped, "mixed_precision = bf16"},
+      {"num_machines: 1", "num_machines", kUnset, "as the ranks fit"},
+      {"num_machines: 2", "num_machines", kMapped, "--hostfile FILE names them"},
+      {"machine_rank: 0", "machine_rank", kUnset, "host file"},
+      {"machine_rank: 1", "machine_rank", kNoCounterpart, "host file"},
+      {"same_network: TRUE", "same_network", kUnset, "routes"},
+      {"main_process_ip: null", "main_process_ip", kUnset, "empty"},
+      {"main_process_ip: 'null'", "main_process_ip", kUnset, "empty"},
+      {"main_process_ip: '~'", "main_process_ip", kUnset, "empty"},
+      {"main_process_ip: ''", "main_process_ip", kUnset, "empty"},
+      {"tpu_env: []", "tpu_env", kUnset, "TPUs"},
+      {"tpu_env: [a, b]", "tpu_env", kNoCounterpart, "TPUs"},
+      {"gradient_accumulation_steps: 4", "gradient_accumulation_steps", kMapped, "= 4"},
+      {deepspeed("gradient_accumulation_steps", "auto"),
+       "deepspeed_config.gradient_accumulation_steps", kUnset, program},
+      {deepspeed("gradient_accumulation_steps", "4"),
+       "deepspeed_config.gradient_accumulation_steps", kMapped, "= 4"},
+      {fsdp("fsdp_activation_checkpointing_offload", "false"),
+       "fsdp_config.fsdp_activation_checkpointing_offload", kUnset, "stay where they are"},
+      {fsdp("fsdp_activation_checkpointing_offload", "true"),
+       "fsdp_config.fsdp_activation_checkpointing_offload", kRefused, "stay where they are"},
+      {"dynamo_config: {}", "dynamo_config", kUnset, "empty"},
+      {"dynamo_config:\n  dynamo_mode: x", "dynamo_config.dynamo_mode", kNoCounterpart, "compiler"},
+      {"ipex_config:\n  ipex: true", "ipex_config.ipex", kNoCounterpart, "oneDNN"},
+      {"megatron_lm_config:\n  a: 1", "megatron_lm_config.a", kNoCounterpart, "Megatron"},
+      {fsdp("fsdp_version", "2.0"), "fsdp_config.fsdp_version", kUnset, "one engine"},
+      {fsdp("fsdp_state_dict_type", "LOCAL_STATE_DICT"), "fsdp_config.fsdp_state_dict_type",
+       kRefused, "parts that do not say"},
+      {fsdp("fsdp_state_dict_type", "3"), "fsdp_config.fsdp_state_dict_type", kRefused, "parts"},
+      {fsdp("fsdp_sharding_strategy", "HYBRID_SHARD"), "fsdp_config.fsdp_sharding_strategy",
+       kMapped, "dp_replicate_size says how many"},
+      {fsdp("fsdp_min_num_params", "100") + "  fsdp_auto_wrap_policy: NO_WRAP\n",
+       "fsdp_config.fsdp_min_num_params", kUnset, "not what decides about units"},
+      {fsdp("fsdp_sharding_strategy", "FULL_SHARD") + "  fsdp_version: 2\n",
+       "fsdp_config.fsdp_sharding_strategy", kUnset, "version 2 reads"},
+      {fsdp("fsdp_reshard_after_forward", "true") + "  fsdp_version: 1\n",
+       "fsdp_config.fsdp_reshard_after_forward", kUnset, "version 1 reads"},
+      {fsdp("fsdp_use_orig_params", "true"), "fsdp_config.fsdp_use_orig_params", kNoCounterpart,
+       "dropped"},
+      {deepspeed("offload_optimizer_device", "none"), "deepspeed_config.offload_optimizer_device",
+       kUnset, harmless},
+      {deepspeed("offload_optimizer_device", "CPU"), "deepspeed_config.offload_optimizer_device",
+       kMapped, "offload_optimizer = true"},
+      {deepspeed("offload_param_device", "cpu"), "deepspeed_config.offload_param_device", kMapped,
+       "offload_parameters = true"},
+      {deepspeed("offload_param_device", "nvme"), "deepspeed_config.offload_param_device", kRefused,
+       "drives; write cpu or none"},
+      {deepspeed("gradient_clipping", "auto"), "deepspeed_config.gradient_clipping", kUnset,
+       program},
+      {deepspeed("gradient_clipping", "2.5"), "deepspeed_config.gradient_clipping", kMapped,
+       "= 2.5"},
+      {deepspeed("deepspeed_config_file", "none"), "deepspeed_config.deepspeed_config_file", kUnset,
+       "no file"},
+      {deepspeed("deepspeed_config_file", "/nowhere/x.json"),
+       "deepspeed_config.deepspeed_config_file", kRefused, "there is no file /nowhere/x.json"},
+      {fp8("backend", "te"), "fp8_config.backend", kMapped, "fp8_recipe = delayed"},
+      {fp8("backend", "AO"), "fp8_config.backend", kUnset, "the default of fp8_recipe"},
+      {fp8("backend", "MSAMP"), "fp8_config.backend", kRefused, "MS-AMP keeps"},
+      {fp8("backend", "X"), "fp8_config.backend", kRefused, "TE, AO and MSAMP"},
+      {fp8("fp8_format", "E5M2"), "fp8_config.fp8_format", kRefused, "two bits are too few"},
+      {fp8("fp8_format", "E4M3"), "fp8_config.fp8_format", kMapped, "e4m3"},
+      {fp8("override_linear_precision", "[false, false, false]"),
+       "fp8_config.override_linear_precision", kUnset, "all three products"},
+      {fp8("override_linear_precision", "(False, False, True)"),
+       "fp8_config.override_linear_precision", kMapped, "fp8_weight_gradient = false"},
+      {fp8("override_linear_precision", "[true, false, false]"),
+       "fp8_config.override_linear_precision", kRefused, "only that of the weight's gradient"},
+      {fp8("interval", "1"), "fp8_config.interval", kUnset, "scales follow"},
+      {fp8("interval", "2"), "fp8_config.interval", kNoCounterpart, "scales follow"},
+      {fp8("use_mxfp8_block_scaling", "true"), "fp8_config.use_mxfp8_block_scaling", kRefused,
+       "blocks of 32"},
+      // A file that names no backend is torchao's where all of its keys are.
+      {fp8("pad_inner_dim", "true"), "fp8_config.backend", kUnset, "the default of fp8_recipe"},
+      {fp8("margin", "0"), "fp8_config.backend", kMapped, "fp8_recipe = delayed"},
+      {fp8("backend", "TE"), "fp8_config.use_autocast_during_eval", kMapped, "false"},
+      {"distributed_type: DEEPSPEED", "distributed_type", kUnset, "deepspeed_config"},
+  };
+  for (const Row& row : rows) {
+    const Import import = import_text(row.text + "\n");
+    const ImportLine& line = line_of(import, row.key);
+    EXPECT_EQ(line.outcome, row.outcome) << row.text << "\n" << import.report();
+    EXPECT_TRUE(mentions(line.note, row.note)) << row.text << ": " << line.note;
+  }
+}
+
+// Which sections Accelerate reads, by distributed_type.
+TEST(ConfigImport, EachTypeHasItsSections) {
+  struct Row {
+    const char* section;
+    const char* text;
+    const char* key;
+    std::vector<const char*> types;  // for which it is read
+  };
+  const Row rows[] = {
+      {"fsdp_config",
+       "fsdp_config:\n  fsdp_offload_params: true\n",
+       "fsdp_config.fsdp_offload_params",
+       {"FSDP"}},
+      {"deepspeed_config",
+       "deepspeed_config:\n  zero_stage: 3\n",
+       "deepspeed_config.zero_stage",
+       {"DEEPSPEED"}},
+      {"mpirun_config",
+       "mpirun_config:\n  mpirun_hostfile: h\n",
+       "mpirun_config.mpirun_hostfile",
+       {"'NO'", "false", "MULTI_CPU"}},
+      {"parallelism_config",
+       "parallelism_config:\n  parallelism_config_dp_shard_size: 2\n",
+       "parallelism_config.parallelism_config_dp_shard_size",
+       {"FSDP", "DEEPSPEED", "MULTI_GPU"}},
+  };
+  for (const Row& row : rows) {
+    for (const std::string type :
+         {"'NO'", "false", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}) {
+      const Import import = import_text("distributed_type: " + type + "\n" + row.text);
+      const bool read = std::ranges::count(row.types, type) > 0;
+      const ImportLine& line = line_of(import, row.key);
+      EXPECT_EQ(line.outcome != ImportOutcome::kNoCounterpart, read) << type << ", " << row.section;
+      EXPECT_EQ(mentions(line.note, "does not read this section"), !read) << type << line.note;
+    }
+    EXPECT_NE(line_of(import_text(row.text), row.key).outcome, ImportOutcome::kNoCounterpart);
+  }
+  const Import half = import_text("mixed_precision: bf16\nfp8_config:\n  margin: 1\n");
+  EXPECT_TRUE(mentions(line_of(half, "fp8_config.margin").note, "where mixed_precision is fp8"));
+}
+
+TEST(ConfigImport, WhatASectionOrAFileHasToBe) {
+  const auto read = [](const char* text) { return [text] { import_text(text); }; };
+  expect_refusals({
+      {"has to hold keys and values", read("[1]\n")},
+      {"has to hold keys and values", read("just a text\n")},
+      {"fsdp_config has to hold keys and values", read("fsdp_config: 3\n")},
+      {"fp8_config has to hold keys and values", read("mixed_precision: fp8\nfp8_config: [1]\n")},
+      {"and another key makes it",
+       read("mixed_precision: fp8\nfp8_config:\n  fp8_format: E4M3\n  format: HYBRID\n"
+            "  margin: 1\n  amax_history_len: 16\n  amax_history_length: 32\n")},
+      {"\"fsdp_config.fsdp_version\" twice",
+       read("fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n")},
+      {"fsdp_version has to be 1 or 2; got \"3\"",
+       read("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 3\n")},
+      {"has to be TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
+       read("distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: x\n")},
+      {"fsdp_sharding_strategy has to be",
+       read("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: x\n")},
+      {"num_processes is 2, which contradict", read("distributed_type: no\nnum_processes: 2\n")},
+  });
 }
 
 // Whatever YAML can say is an error with the file's name, or is written as it was read.

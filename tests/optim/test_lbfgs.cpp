@@ -12,6 +12,7 @@
 
 #include "golden_files.h"
 #include "message_of.h"
+#include "refusals.h"
 
 namespace tessera::tests::test_lbfgs {
 namespace {
@@ -172,6 +173,34 @@ TEST(Lbfgs, RefusesWhatItCannotUse) {
   EXPECT_THROW(LBFGS({{"x", x}}, {.lr = -1}), ValueError);
   EXPECT_THROW(LBFGS({{"x", x}}, {.history_size = 0}), ValueError);
   EXPECT_THROW(LBFGS({{"n", zeros({2}, {.dtype = kI64})}}), DTypeError);
+  const auto with = [&](const LbfgsOptions& options) {
+    return [&x, options] { LBFGS({{"x", x}}, options); };
+  };
+  for (const LbfgsOptions& fits :
+       {LbfgsOptions{.lr = 0}, LbfgsOptions{.max_iter = 1}, LbfgsOptions{.history_size = 1},
+        LbfgsOptions{.tolerance_grad = 0}, LbfgsOptions{.tolerance_change = 0}}) {
+    EXPECT_NO_THROW(with(fits)());
+  }
+  expect_refusals({
+      {"needs at least one parameter", [] { LBFGS(NamedTensors{}); }},
+      {"the parameter 'y' is undefined",
+       [&] {
+         LBFGS({{"x", x}, {"y", Tensor()}});
+       }},
+      {"'y' must be f64, f32, f16 or bf16",
+       [&] {
+         LBFGS({{"x", x}, {"y", zeros({2}, {.dtype = kF8E4M3})}});
+       }},
+      {"all parameters on one device",
+       [&] {
+         LBFGS({{"x", x}, {"y", zeros({2}, {.device = kMeta})}});
+       }},
+      {"'lr' is out of its range; got -1", with({.lr = -1})},
+      {"'max_iter' is out of its range; got 0", with({.max_iter = 0})},
+      {"'history_size' is out of its range; got 0", with({.history_size = 0})},
+      {"'tolerance_grad' is out of its range", with({.tolerance_grad = -1e-9})},
+      {"'tolerance_change' is out of its range", with({.tolerance_change = -1e-9})},
+  });
   LBFGS optimizer({{"x", x}});
   const std::string message = message_of<ShapeError>([&] { optimizer.step([&] { return x; }); });
   EXPECT_NE(message.find("the closure must return the loss"), std::string::npos) << message;

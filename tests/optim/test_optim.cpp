@@ -20,6 +20,7 @@
 #include "message_of.h"
 #include "optim/optim_fixture.h"
 #include "optim/optimizer_kinds.h"
+#include "refusals.h"
 
 namespace tessera::optim::test_optim {
 namespace {
@@ -541,6 +542,97 @@ TEST(Clip, TellsOfNonFiniteGradients) {
   EXPECT_EQ(clip_grad_norm({}, 1).item(), 0);
 }
 
+TEST(Clip, BoundsAndFactorsThatContradict) {
+  const NamedTensors parameters = make_parameters(), others = make_parameters();
+  for (const auto& one : parameters) one.tensor.set_grad(ones_like(one.tensor));
+  const TensorList tensors = {parameters[0].tensor, parameters[1].tensor};
+  SGD optimizer(parameters, {.lr = 1}), second(others, {.lr = 1}), scaled(others, {.lr = 1});
+  scaled.scale_next_step(0.5);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const char* const same = "must be told the same before";
+  expect_refusals({
+      {"max_norm must not be negative", [&] { clip_grad_norm(tensors, -1e-9); }},
+      {"max_norm must not be negative", [&] { clip_grad_norm(tensors, nan); }},
+      {"leave out gradient_scale",
+       [&] { clip_grad_norm(tensors, 1, {.fold_into = &optimizer, .gradient_scale = 2}); }},
+      {"fold_into, which is null",
+       [&] { clip_grad_norm(tensors, 1, {.fold_into_others = {&second}}); }},
+      {same,
+       [&] {
+         clip_grad_norm(tensors, 1, {.fold_into = &optimizer, .fold_into_others = {&scaled}});
+       }},
+      {same,
+       [&] {
+         clip_grad_norm(tensors, 1, {.fold_into = &optimizer, .fold_into_others = {nullptr}});
+       }},
+      {"the limit must not be negative", [&] { clip_grad_value(tensors, -1e-9); }},
+      {"gradient_scale must be positive", [&] { clip_grad_value(tensors, 1, 0); }},
+      {"gradient_scale must be positive", [&] { clip_grad_value(tensors, 1, -1); }},
+  });
+  EXPECT_EQ(optimizer.next_step().data_as<double>()[0], 1);
+  clip_grad_norm(tensors, 1, {.fold_into = &optimizer, .fold_into_others = {&second}});
+  const double factor = 1 / (std::sqrt(6.0) + 1e-6);
+  EXPECT_EQ(optimizer.next_step().data_as<double>()[0], factor);
+  EXPECT_EQ(second.next_step().data_as<double>()[0], factor);
+  clip_grad_value(tensors, 0.5, 2);  // of gradients that are multiplied by 2
+  EXPECT_EQ(tensors[0].grad().to_vector(), std::vector<double>(4, 0.25));
+  EXPECT_EQ(clip_grad_norm(tensors, 0, {.gradient_scale = 4}).item(), std::sqrt(6.0));
+  EXPECT_EQ(tensors[0].grad().to_vector(), std::vector<double>(4, 0));
+}
+
+// Norms of every order, against a sum that is written out.
+TEST(Clip, NormsOfEveryOrder) {
+  const NamedTensors parameters = make_parameters();
+  const TensorList tensors = {parameters[0].tensor, parameters[1].tensor};
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const double p : {1.0, 2.0, 3.0, 0.5, infinity}) {
+    tensors[0].set_grad(tensor({1, -2, 3, -4}).view({2, 2}));
+    tensors[1].set_grad(tensor({0.5, 0}));
+    double expected = 0;
+    for (const double value : {1.0, 2.0, 3.0, 4.0, 0.5}) {
+      expected = std::isinf(p) ? std::max(expected, value) : expected + std::pow(value, p);
+    }
+    if (!std::isinf(p)) expected = std::pow(expected, 1 / p);
+    EXPECT_NEAR(clip_grad_norm(tensors, 1e9, {.norm_type = p}).item(), expected, 1e-9 * expected);
+    EXPECT_EQ(tensors[0].grad().to_vector()[3], -4);
+    clip_grad_norm(tensors, expected / 2, {.norm_type = p});
+    EXPECT_NEAR(tensors[0].grad().to_vector()[3], -2, 1e-5) << p;
+  }
+}
+
+TEST(Optimizer, MastersThatAreGivenFitTheirParameters) {
+  const Tensor narrow = ones({2, 3}, {.dtype = kBF16}), wide = ones({2});
+  const auto given = [&](const Tensor& value, const char* name = "narrow") {
+    SGD optimizer({{"narrow", narrow}, {"wide", wide}}, {.lr = 1});
+    optimizer.begin_masters({{name, value}});
+    return optimizer.state_dict().contains("state.narrow.master");
+  };
+  EXPECT_TRUE(given(ones({2, 3})));
+  EXPECT_FALSE(given(ones({2, 3}), "unknown"));
+  const char* const dtypes = "f32 values for 16-bit parameters";
+  expect_refusals({
+      {dtypes,
+       [&] {
+         given(ones({2, 3}, {.dtype = kBF16}));
+       }},
+      {dtypes, [&] { given(ones({2}), "wide"); }},
+      {"the value of 'narrow' is",
+       [&] {
+         given(ones({3, 2}));
+       }},
+      {"the value of 'narrow' is",
+       [&] {
+         given(ones({3, 2}).t());
+       }},
+      {"'narrow' has a master",
+       [&] {
+         SGD optimizer({{"narrow", narrow}}, {.lr = 1});
+         optimizer.begin_masters({{"narrow", ones({2, 3})}});
+         optimizer.begin_masters({{"narrow", ones({2, 3})}});
+       }},
+  });
+}
+
 // ---- Averages ----------------------------------------------------------------------------------
 
 TEST(Ema, ScopeHoldsTheAveragesForAWhile) {
@@ -643,6 +735,19 @@ TEST(Ema, ADecayIsAPartOfOne) {
   follows.update(), stays.update();
   EXPECT_EQ(values_of(follows.averages()), values_of(parameters));
   EXPECT_EQ(values_of(stays.averages()), began);
+}
+
+TEST(Ema, AStateOfAnotherShapeChangesNothing) {
+  const NamedTensors parameters = make_parameters();
+  EMA average(parameters, {.decay = 0.5});
+  const std::vector<double> before = values_of(average.averages());
+  StateDict state = average.state_dict().clone();
+  state.set("average.a", full({2, 2}, 7));
+  state.set("average.b", zeros({3}));
+  state.set("num_updates", scalar_tensor(9, kI64));
+  expect_refusals({{"the saved average of 'b'", [&] { average.load_state_dict(state); }}});
+  EXPECT_EQ(values_of(average.averages()), before);
+  EXPECT_EQ(average.num_updates(), 0);
 }
 
 TEST(Ema, RebindFollowsOtherTensorsOfTheSameNamesAndShapes) {
