@@ -13,6 +13,8 @@
 #include <tessera/core/state/weight_files.h>
 #include <tessera/core/tensor/raw_views.h>
 
+#include "refusals.h"
+
 namespace tessera::test_safetensors {
 namespace {
 
@@ -346,6 +348,125 @@ TEST_F(SafeTensors, WhatCannotBeWrittenIsATypedErrorAndLeavesTheOldFile) {
   EXPECT_THROW(save_safetensors(path("no/such/folder"), {}), IoError);
   EXPECT_THROW(SafeTensorsFile(path("missing")), IoError);
   EXPECT_THROW(SafeTensorsFile(folder_.string()), IoError);
+}
+
+TEST_F(SafeTensors, ErrorsSayWhatCannotBeWrittenOrRead) {
+  const auto save = [&](const std::string& name, const Tensor& tensor) {
+    return [this, name, tensor] { save_safetensors(path(), {{name, tensor}}); };
+  };
+  const std::vector<SafeTensorsWriter::Entry> two = {{"a", kF32, {2}}, {"b", kF32, {1}}};
+  const float zeros[4] = {};
+  const auto written = [&](const std::function<void(SafeTensorsWriter&)>& write) {
+    return [this, two, write] {
+      SafeTensorsWriter writer(path(), two);
+      write(writer);
+      writer.commit();
+    };
+  };
+  EXPECT_NO_THROW(written(
+      [&](auto& w) { w.write("a", zeros, 4), w.write("a", zeros, 4), w.write("b", zeros, 4); })());
+  const SafeTensorsFile file(path());
+  expect_refusals({
+      {"'x' is undefined; leave it out", save("x", Tensor())},
+      {"expects tensors on the cpu; 'x' is", save("x", raw::empty({2}, kF32, kMeta))},
+      {"'__metadata__'", save("__metadata__", counting({2}, kF32))},
+      {"must be valid UTF-8", save("\xff", counting({2}, kF32))},
+      {"every name stands once",
+       [&] {
+         SafeTensorsWriter(
+             path(), std::vector<SafeTensorsWriter::Entry>{{"a", kF32, {2}}, {"a", kF32, {1}}});
+       }},
+      {"in order; the next is 'a', given 'b'", written([&](auto& w) { w.write("b", zeros, 4); })},
+      {"'a' has 8 bytes left; given 12", written([&](auto& w) { w.write("a", zeros, 12); })},
+      {"'a' has 4 bytes left; given 8",
+       written([&](auto& w) { w.write("a", zeros, 4), w.write("a", zeros, 8); })},
+      {"elements of", written([&](auto& w) { w.write("a", zeros, 8); })},
+      {"there is no tensor 'c' among its 2", [&] { file.load("c"); }},
+      {"there is no tensor 'c' among its 2", [&] { file.view("c"); }},
+  });
+}
+
+// A text that is a part of a longer one ends where it ends.
+TEST(ByteSize, IsANumberAndAUnit) {
+  struct Row {
+    const char* text;
+    int64_t bytes;
+  };
+  for (const auto& [text, bytes] : std::vector<Row>{{"1", 1},
+                                                    {"123", 123},
+                                                    {"0.5KB", 500},
+                                                    {"1.5 MB", 1'500'000},
+                                                    {"1.2345KB", 1234},
+                                                    {"10GB", 10'000'000'000},
+                                                    {"3TB", 3'000'000'000'000},
+                                                    {"2KiB", 2048},
+                                                    {"2MiB", 2 << 20},
+                                                    {"2GiB", int64_t{2} << 30},
+                                                    {"2  TiB", int64_t{2} << 40},
+                                                    {"7B", 7},
+                                                    {"1.B", 1},
+                                                    {".5KB", 500}}) {
+    EXPECT_EQ(parse_byte_size(text), bytes) << text;
+    const std::string longer = std::string(text) + "5";
+    EXPECT_EQ(parse_byte_size(std::string_view(longer).substr(0, longer.size() - 1)), bytes);
+  }
+  for (const char* bad : {"", "B", "GB", ".", "-1", "0", "0.5", "0.0001KB", "1.5", "1.2.3KB",
+                          "10kB", "10XB", "10Gb", "9999999999999999999", "5000000TB", "1e3"}) {
+    EXPECT_THROW(parse_byte_size(bad), ConfigError) << bad;
+  }
+  expect_refusals({{"a small b counts bits: write B", [] { parse_byte_size("10Gb"); }},
+                   {"such as 10GB, 500MB, 2GiB", [] {
+                      parse_byte_size(
+                          "10"
+                          "XB");
+                    }}});
+}
+
+TEST_F(SafeTensors, FoldersOfWeightsThatAreNone) {
+  const auto load = [&](const std::string& index) {
+    return [this, index] {
+      std::filesystem::remove(path("model.safetensors"));
+      std::ofstream(path("model.safetensors.index.json")) << index;
+      load_weights(folder_.string());
+    };
+  };
+  save_safetensors(path("shard.safetensors"), {{"x", counting({2}, kF32)}});
+  EXPECT_NO_THROW(load(R"({"weight_map": {"x": "shard.safetensors"}})")());
+  const char* const object = "a JSON object with a 'weight_map'";
+  const char* const beside = "a shard is a file beside the index";
+  const auto map = [&](const std::string& shard) {
+    return load(R"({"weight_map": {"x": ")" + shard + R"("}})");
+  };
+  expect_refusals({
+      {object, load("{")},
+      {object, load("[]")},
+      {object, load("{}")},
+      {object, load(R"({"weight_map": []})")},
+      {"the shard of 'x' must be a file's name", load(R"({"weight_map": {"x": 1}})")},
+      {beside, map("")},
+      {beside, map(".")},
+      {beside, map("..")},
+      {beside, map("../shard.safetensors")},
+      {"the index says that 'y' is here, and it is not",
+       load(R"({"weight_map": {"y": "shard.safetensors"}})")},
+      {"has neither model.safetensors nor model.safetensors.index.json",
+       [&] {
+         std::filesystem::remove(path("model.safetensors.index.json"));
+         load_weights(folder_.string());
+       }},
+      {"'x' is undefined; leave it out",
+       [&] {
+         StateDict state;
+         state.set("x", Tensor());
+         save_weights(state, folder_.string());
+       }},
+      {"has no elements; load the model first",
+       [&] {
+         StateDict state;
+         state.set("x", raw::empty({2}, kF32, kMeta));
+         save_weights(state, folder_.string());
+       }},
+  });
 }
 
 TEST_F(SafeTensors, ABooleanThatIsNeitherZeroNorOneIsRefused) {

@@ -933,6 +933,32 @@ TEST(DelayedScales, StateContinuesATraining) {
   EXPECT_EQ(other.scales(), one.scales());
 }
 
+// However many steps a history keeps and however many there were: what was loaded goes on as what was
+// saved, beyond the ring's end.
+TEST(DelayedScales, StateContinuesWhereverItsRingStands) {
+  for (const int64_t history : {1, 3, 16, 17, 20}) {
+    for (const int64_t before : {int64_t{0}, int64_t{1}, history - 1, history, history + 2}) {
+      SCOPED_TRACE(std::to_string(before) + " steps of " + std::to_string(history));
+      Fp8Recipe recipe = recipe_of(Fp8Scaling::kDelayed);
+      recipe.history = history;
+      Delayed one(recipe), other(recipe);
+      int step = 0;
+      const auto run = [&](std::vector<Delayed*> models) {
+        const double x = std::exp2((step * 5) % 7 - 3), dy = std::exp2((step * 3) % 5 - 2);
+        for (Delayed* model : models) model->run(x, dy), model->applied.fp8()->update();
+        ++step;
+      };
+      while (step < before) run({&one});
+      other.applied.fp8()->load_state_dict(one.applied.fp8()->state_dict());
+      for (int64_t further = 0; further < history + 2; ++further) {
+        run({&one, &other});
+        ASSERT_EQ(other.scales(), one.scales()) << further;
+        ASSERT_EQ(other.history(), one.history()) << further;
+      }
+    }
+  }
+}
+
 TEST(DelayedScales, StateHasEveryLayer) {
   const Policy policy = Policy::fp8(recipe_of(Fp8Scaling::kDelayed));
   Mlp one, other;

@@ -578,6 +578,35 @@ TEST(PrecisionReport, NamesOpsThatRanOtherwiseThanThePolicySays) {
   EXPECT_NE(report.table().find(report.deviations[0].describe()), std::string::npos);
 }
 
+TEST(PrecisionReport, NamesEachDtypeThatAnOpReadsOtherwise) {
+  static const Op wide{.name = "wide_test_op", .autocast = Autocast::kFloat32};
+  static const Op low{.name = "low_test_op", .autocast = Autocast::kLow};
+  static const Op view{.name = "view_test_op", .view = true};
+  Probe model;
+  model.inside = [&](const Tensor& x) {
+    OpObserver* const observer = Context::current().slot<OpObserverSlot>().observer;
+    const TensorList all = {to(x, kF64), to(x, kF32), to(x, kF16), to(x, kBF16), to(x, kI64), {}};
+    observer->saw(wide, all, all);
+    observer->saw(low, all, all);
+    observer->saw(view, all, all);
+  };
+  const Policy policy = Policy::autocast(kBF16);
+  const AppliedPolicy applied = apply(model, policy);
+  const PrecisionWatch watch(model, policy);
+  model(random({2, 4}));
+  const auto deviations_of = [](const PrecisionReport& report, const std::string& op) {
+    DTypes found;
+    for (const Deviation& one : report.deviations) {
+      if (one.op == op) found.insert(one.found);
+    }
+    return found;
+  };
+  const PrecisionReport report = watch.report();
+  EXPECT_EQ(deviations_of(report, "wide_test_op"), (DTypes{kF64, kF16, kBF16}));
+  EXPECT_EQ(deviations_of(report, "low_test_op"), (DTypes{kF64, kF32, kF16}));
+  EXPECT_TRUE(deviations_of(report, "view_test_op").empty());
+}
+
 TEST(PrecisionReport, TheTableStandsInColumns) {
   PrecisionReport report{
       .policy = Policy::autocast(kBF16), .calls = 2, .layers = {}, .deviations = {}};
