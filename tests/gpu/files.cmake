@@ -1,6 +1,6 @@
 # Which files of tests/cuda run on a GPU too: each stands in one of these lists.
 
-set(gpu_suite_files test_cuda_accelerator test_cuda_accelerator_graphs test_cuda_attention test_cuda_fp8
+set(gpu_suite_files test_cuda_accelerator test_cuda_accelerator_graphs test_cuda_attention test_cuda_big_model test_cuda_fp8
   test_cuda_fp8_layers test_cuda_gemm test_cuda_gemm_choice test_cuda_gemm_table test_cuda_graph test_cuda_graphed_step test_cuda_kernels
   test_cuda_loader test_cuda_one_device test_cuda_optim test_cuda_rows test_cuda_runtime test_cuda_square_sum test_cuda_training)
 # As programs of their own: gpu_ops, gpu_bad_input.
