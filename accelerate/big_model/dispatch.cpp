@@ -374,4 +374,29 @@ HookHandle disk_offload(nn::ModuleBase& model, const std::string& folder, const 
                         {.main_device = device, .offload_folder = folder});
 }
 
+void CpuOffloadHook::offload() const {
+  const TensorList parameters = model_->parameters();
+  if (!parameters.empty() && !parameters[0].device().is_cpu()) model_->to(kCpu);
+}
+
+void CpuOffloadHook::remove() { handle_.remove(); }
+
+CpuOffloadHook cpu_offload_with_hook(nn::ModuleBase& model, const Device& device,
+                                     const CpuOffloadHook* previous) {
+  CpuOffloadHook hook;
+  hook.model_ = &model;
+  model.to(kCpu);
+  const auto sends_back = previous != nullptr ? std::optional(*previous) : std::nullopt;
+  hook.handle_ = model.register_forward_pre_hook(
+      [device, sends_back](nn::ModuleBase& called, nn::TensorRefs inputs) {
+        const TensorList parameters = called.parameters();
+        if (!parameters.empty() && parameters[0].device() != device) {
+          if (sends_back) sends_back->offload();
+          called.to(device);
+        }
+        move_tensors(inputs, device);
+      });
+  return hook;
+}
+
 }  // namespace tessera::accelerate

@@ -87,4 +87,27 @@ HookHandle cpu_offload(nn::ModuleBase& model, const Device& device);
 HookHandle disk_offload(nn::ModuleBase& model, const std::string& folder,
                         const Device& device = kCpu);
 
+// A model that is on the device from its call on until offload(): for a pipeline of models of which
+// one at a time fits there.
+//
+//     CpuOffloadHook first = cpu_offload_with_hook(encoder, cuda(0));
+//     CpuOffloadHook second = cpu_offload_with_hook(decoder, cuda(0), &first);
+//     Tensor h = encoder(x);
+//     for (int i = 0; i < 50; ++i) h = decoder(h);  // the first call sends the encoder back
+//     second.offload();
+class CpuOffloadHook {
+ public:
+  void offload() const;  // all of the model into the processor's memory
+  void remove();         // ends it; the model stays where it is
+
+ private:
+  friend CpuOffloadHook cpu_offload_with_hook(nn::ModuleBase&, const Device&,
+                                              const CpuOffloadHook*);
+  nn::ModuleBase* model_ = nullptr;
+  HookHandle handle_;
+};
+// `previous`: its model goes before this one comes. The models outlive the hooks.
+CpuOffloadHook cpu_offload_with_hook(nn::ModuleBase& model, const Device& device,
+                                     const CpuOffloadHook* previous = nullptr);
+
 }  // namespace tessera::accelerate

@@ -136,6 +136,9 @@ class Gpt : public Module<Gpt> {
   // the head is untied, and a line on stderr says so. FormatError, IoError, ValueError.
   static std::unique_ptr<Gpt> from_pretrained(const std::string& folder);
   void load_weights(const std::string& safetensors_path);
+  // The tensors of a file under the model's names, as views of its bytes: what is stored as [in,
+  // out] is seen transposed. For big models (accelerate/big_model).
+  static StateDict read_weights(const std::string& safetensors_path);
   // Works on any device. Creates a missing folder. Files appear whole or not at all,
   // model.safetensors last; `metadata` goes into its header.
   void save_pretrained(const std::string& folder,

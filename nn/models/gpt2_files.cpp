@@ -152,6 +152,8 @@ void Gpt::load_weights(const std::string& path) {
   load(*this, state_of(SafeTensorsFile(path)), path);
 }
 
+StateDict Gpt::read_weights(const std::string& path) { return state_of(SafeTensorsFile(path)); }
+
 std::unique_ptr<Gpt> Gpt::from_pretrained(const std::string& folder) {
   const std::filesystem::path path(folder);
   const std::string config_path = (path / "config.json").string();

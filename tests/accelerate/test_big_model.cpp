@@ -13,6 +13,7 @@
 #include <tessera/core/io/mapped_file.h>
 #include <tessera/core/state/weight_files.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/models/llama.h>
 
 #include "finished_process.h"
@@ -148,6 +149,22 @@ TEST(BigModel, BlocksConvertWhatTheFilesHaveInAnotherDtype) {
   load_checkpoint_and_dispatch(*narrow, saved.path(),
                                {.device_map = {{"", kDisk}}, .dtype = kBF16});
   EXPECT_EQ(run(*narrow).dtype(), kBF16);
+}
+
+TEST(BigModel, TransposedTablesOfGpt2AreTurnedForACall) {
+  using nn::models::Gpt;
+  const nn::models::GptConfig config{
+      .vocab_size = 300, .context = 16, .width = 64, .layers = 3, .heads = 4};
+  TestFolder folder;
+  const NoGradGuard no_grad;
+  Gpt whole(config);
+  whole.save_pretrained(folder.path("gpt2"));
+  const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});
+  Gpt model(config);
+  load_checkpoint_and_dispatch(model, Gpt::read_weights(folder.path("gpt2/model.safetensors")),
+                               {.device_map = {{"", kDisk}}});
+  for (int i = 0; i < 2; ++i) expect_same_bits(model(tokens()).logits, whole(tokens()).logits);
+  EXPECT_FALSE(model.get_parameter("transformer.h.0.attn.c_attn.weight").is_contiguous());
 }
 
 TEST(BigModel, TiedWeightsStayOneTensorAndAreOnTheDiskOnce) {

@@ -111,5 +111,24 @@ TEST(CudaBigModel, OnlyTheBlockThatRunsIsOnTheDevice) {
   EXPECT_EQ(on_device, (std::vector<int>{4, 4, 4, 4})) << "a norm's and a layer's tensors";
 }
 
+TEST(CudaBigModel, AModelOfAPipelineStaysOnTheDeviceUntilTheNextOneComes) {
+  Net first, second;
+  const Tensor x = randn({2, 24}, {}, RandomStream{1, 2});
+  const Tensor expected = run(first, x);
+  CpuOffloadHook one = cpu_offload_with_hook(first, cuda(0));
+  CpuOffloadHook two = cpu_offload_with_hook(second, cuda(0), &one);
+  const auto on_device = [](Net& model) { return model.head.weight.device().is_cuda(); };
+  EXPECT_FALSE(on_device(first) || on_device(second));
+  run(first, x);
+  run(first, x);
+  EXPECT_TRUE(on_device(first) && !on_device(second));
+  run(second, x);
+  EXPECT_TRUE(!on_device(first) && on_device(second));
+  two.offload();
+  EXPECT_FALSE(on_device(second));
+  one.remove();
+  expect_equal(run(first, x), expected);
+}
+
 }  // namespace
 }  // namespace tessera::test_cuda_big_model
