@@ -2,6 +2,7 @@
 // and files that ask for what is not known.
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -14,6 +15,7 @@
 #include "finished_process.h"
 #include "golden_files.h"
 #include "message_of.h"
+#include "refusals.h"
 
 namespace tessera::data::test_pretrained_tokenizer {
 namespace {
@@ -198,6 +200,7 @@ TEST(PretrainedTokenizer, WhatAFileAsksForAndIsNotKnownIsNamed) {
       {"qwen2", "/padding/strategy", "\"Mystery\"", "BatchLongest"},
       {"qwen2", "/padding/direction", "\"Mystery\"", "Mystery"},
       {"t5", "/decoder/prepend_scheme", "\"mystery\"", "mystery"},
+      {"llama3", "/pre_tokenizer/pretokenizers/0/pattern", R"({"String": ""})", "an empty text"},
   };
   for (const Change& change : kChanges) expect_refused<UnsupportedError>(change);
 }
@@ -239,6 +242,11 @@ TEST(PretrainedTokenizer, DamagedFilesAreNamedErrors) {
       {"gpt2", "/model/merges/3", "\"a b c\"", "merges[3]"},
       {"gpt2", "/model/merges/3", "7", "merges[3]"},
       {"gpt2", "/added_tokens/0/id", "7", "<|endoftext|>"},
+      {"gpt2", "/added_tokens", "{}", "added_tokens must be an array"},
+      {"llama2", "/pre_tokenizer",
+       R"({"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": true,
+           "add_prefix_space": false})",
+       "which do not go together"},
       {"gpt2", "/pre_tokenizer/add_prefix_space", "1", "add_prefix_space"},
       {"t5", "/model/unk_id", "100000", "unk_id"},
       {"t5", "/model/vocab/3", "[\"a\"]", "vocab[3]"},
@@ -285,6 +293,27 @@ TEST(PretrainedTokenizer, FilesThatMakeATextGrowWithoutEndAreNamedErrors) {
   }
   expect_refused<FormatError>(
       {"bert_cased", "/padding/pad_to_multiple_of", "2147483647", "padding"});
+}
+
+TEST(PretrainedTokenizer, WhatIsFoundOutWhenATextComesIsNamedToo) {
+  const auto encode = [](const char* family, const char* place, const json& value,
+                         const std::string& text) {
+    json file = file_of(family);
+    file[json::json_pointer(place)] = value;
+    return [tokenizer = std::make_shared<PretrainedTokenizer>(parse(file)), text] {
+      tokenizer->encode(text);
+    };
+  };
+  const std::string snowman = "\u2603", name = "[NOWHERE]";
+  const auto tokenizer = PretrainedTokenizer::from_pretrained(folder_of("bert"));
+  const std::vector<std::string> one = {"a"}, two = {"a", "b"};
+  expect_refusals({
+      {"the vocabulary lacks '[NOWHERE]'", encode("bert", "/model/unk_token", name, snowman)},
+      {"lacks '[NOWHERE]'", encode("gpt2", "/model/unk_token", name, snowman)},
+      {"a batch has at least one text", [&] { tokenizer.encode_batch({}); }},
+      {"got 1 and 2", [&] { tokenizer.encode_batch(one, two); }},
+  });
+  EXPECT_EQ(tokenizer.encode_batch(one, one).size(), 1u);
 }
 
 TEST(PretrainedTokenizer, IdsWithoutATokenAreAnIndexError) {
