@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <map>
@@ -62,18 +61,17 @@ std::string random_name(int rank) { return "random." + std::to_string(rank); }
 Tensor random_tensor() {
   const tessera::RandomState& random = random_state();
   const Tensor state = raw::empty({2}, kI64);
-  std::memcpy(state.data(), &random.seed, 8);
-  std::memcpy(state.data_as<int64_t>() + 1, &random.next_stream, 8);
+  state.data_as<int64_t>()[0] = static_cast<int64_t>(random.seed);
+  state.data_as<int64_t>()[1] = static_cast<int64_t>(random.next_stream);
   return state;
 }
 tessera::RandomState random_of(const Tensor& state) {
   TS_CHECK_AS(FormatError, state.dtype() == kI64 && state.shape() == Shape{2}, "load_state",
               "the random numbers of a rank are i64[2]; the checkpoint has ", state,
               "; load an older checkpoint.");
-  tessera::RandomState random;
-  std::memcpy(&random.seed, state.data(), 8);
-  std::memcpy(&random.next_stream, state.data_as<int64_t>() + 1, 8);
-  return random;
+  const int64_t* const numbers = state.data_as<int64_t>();
+  return {.seed = static_cast<uint64_t>(numbers[0]),
+          .next_stream = static_cast<uint64_t>(numbers[1])};
 }
 
 // The numbers of objects of each kind, as metadata says them.

@@ -9,12 +9,14 @@
 #include <string>
 
 #include <tessera/accelerate/loaders/loader_plan.h>
+#include <tessera/accelerate/loaders/parts_relay.h>
 #include <tessera/accelerate/process/operations.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/transport/collectives.h>
 
 #include "accelerate/loader_fixture.h"
+#include "message_of.h"
 
 namespace tessera::accelerate::test_facade_streams {
 namespace {
@@ -303,6 +305,53 @@ TEST(FacadeStreams, DL_2_APartThatCannotBeReadOrIsEmptyIsAnErrorOnAllRanks) {
     EXPECT_THROW(empty.next(), DistributedError);
     const EvenBatchesScope uneven(plan, false);
     EXPECT_EQ(epoch_of(empty), (rank == 0 ? Batches{{1, 2}, {3}} : Batches{}));
+  });
+}
+
+// What ranks agree on before each batch, for every state of three ranks: without a batch, with one, with
+// one that is filled up alone, and with the last one.
+TEST(FacadeStreams, DL_2_WhatRanksWithPartsAgreeOnBeforeABatch) {
+  struct State {
+    bool batch;
+    int64_t samples;
+    bool last;
+  };
+  const State states[] = {{false, 0, false}, {true, 2, false}, {true, 0, true}, {true, 1, true}};
+  compared_ranks(3, [&](int rank) {
+    for (const bool drop_last : {false, true}) {
+      PartsRelay relay(world(), drop_last);
+      EXPECT_TRUE(relay.makes_batches());
+      for (int number = 0; number < 64; ++number) {
+        const State of[] = {states[number % 4], states[number / 4 % 4], states[number / 16]};
+        int64_t none = 0, samples = 0, last = 0;
+        for (const State& one : of) {
+          none += !one.batch, samples += one.samples, last += one.last;
+        }
+        const State& own = of[rank];
+        data::MadeBatch made;
+        if (own.batch) made.batch = std::make_shared<int>(rank);
+        made.samples = own.samples, made.last = own.last;
+        SCOPED_TRACE(std::to_string(number) + (drop_last ? ", drops" : ""));
+        if (drop_last ? none > 0 : samples == 0) {
+          EXPECT_EQ(relay.exchange(made, nullptr).batch, nullptr);
+        } else if (none > 0) {
+          const std::string message =
+              message_of<DistributedError>([&] { relay.exchange(made, nullptr); });
+          EXPECT_TRUE(mentions(message, std::to_string(none) + " of the ranks have no example"))
+              << message;
+        } else {
+          const data::MadeBatch agreed = relay.exchange(made, nullptr);
+          EXPECT_EQ(agreed.batch, made.batch);
+          EXPECT_EQ(agreed.samples, made.samples);
+          EXPECT_EQ(agreed.last, drop_last ? last > 0 : last == 3);
+        }
+      }
+      // One rank's error is every rank's.
+      const auto failing = [&] {
+        relay.exchange({}, rank == 1 ? std::make_exception_ptr(IoError("gone")) : nullptr);
+      };
+      EXPECT_TRUE(mentions(message_of(failing), rank == 1 ? "gone" : "rank 1 could not read"));
+    }
   });
 }
 
