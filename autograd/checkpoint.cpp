@@ -39,7 +39,7 @@ class Recomputation {
         guards_(Context::current().slot<OpenRecomputationGuards>().list),
         random_(random_state()),
         autocast_(Context::current().slot<AutocastMode>()),
-        rules_(Context::current().slot<MarkRulesSlot>().rules) {}
+        marks_(Context::current().slot<MarkRulesSlot>()) {}
 
   int next_number() { return count_++; }
 
@@ -65,7 +65,7 @@ class Recomputation {
     const std::shared_ptr<void> around = around_ ? around_() : nullptr;
     ScopedValue<RandomState> random(random_state(), random_);
     ScopedValue<AutocastMode> autocast(Context::current().slot<AutocastMode>(), autocast_);
-    ScopedValue<const MarkRules*> rules(Context::current().slot<MarkRulesSlot>().rules, rules_);
+    ScopedValue<MarkRulesSlot> marks(Context::current().slot<MarkRulesSlot>(), marks_);
     std::list<std::shared_ptr<void>> guards;  // the last one ends first
     for (const CheckpointScope::Around& guard : guards_) guards.push_front(guard());
     TensorList inputs;
@@ -96,7 +96,7 @@ class Recomputation {
   std::vector<CheckpointScope::Around> guards_;
   RandomState random_;
   AutocastMode autocast_;
-  const MarkRules* rules_;
+  MarkRulesSlot marks_;
   int count_ = 0;
   std::map<int, Tensor> tensors_;
 };

@@ -114,11 +114,18 @@ void remember_base(const Tensor& view, const Tensor& source) {
       std::make_unique<ViewInfo>(ViewInfo{base, view.version(), !grad_enabled()});
 }
 
-[[gnu::cold]] bool has_mark_rules() {
-  return Context::current().slot<MarkRulesSlot>().rules != nullptr;
-}
-
 }  // namespace
+
+[[gnu::cold]] const MarkRules* mark_rules_for(const Op& op) {
+  const MarkRulesSlot& slot = Context::current().slot<MarkRulesSlot>();
+  if (slot.checked) return nullptr;
+  TS_CHECK_AS(
+      UnsupportedError, slot.rules != nullptr, op,
+      "an operand is marked as a part of a divided model, and this context has no compute "
+      "mesh to check it by; call the op in the context (the rank's thread) that divided the "
+      "model");
+  return slot.rules;
+}
 
 bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
   if (!grad_enabled()) return false;
@@ -128,13 +135,12 @@ bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
   return false;
 }
 
-// Of marked inputs: where the context has rules, which ops inside of the op are not asked for.
-TensorList DifferentiableCall::run_marked(const OpCall& call, std::span<const Tensor> inputs,
-                                          Forward forward, void* function,
-                                          BackwardFunction backward) {
-  const MarkRules*& rules = Context::current().slot<MarkRulesSlot>().rules;
-  const uint64_t marks = rules->of_results(call, inputs);
-  const ScopedValue<const MarkRules*> checked(rules, nullptr);
+// Of marked inputs. The rules are not asked for the ops inside of the op.
+TensorList DifferentiableCall::run_marked(const OpCall& call, const MarkRules& rules,
+                                          std::span<const Tensor> inputs, Forward forward,
+                                          void* function, BackwardFunction backward) {
+  const uint64_t marks = rules.of_results(call, inputs);
+  const CheckedMarks checked;
   TensorList results = run(call, inputs, forward, function, std::move(backward));
   for (const Tensor& result : results) {
     if (result.defined()) result.impl()->marks = marks;
@@ -144,8 +150,10 @@ TensorList DifferentiableCall::run_marked(const OpCall& call, std::span<const Te
 
 TensorList DifferentiableCall::run(const OpCall& call, std::span<const Tensor> given,
                                    Forward forward, void* function, BackwardFunction backward) {
-  if (all_marks(given) != 0 && has_mark_rules()) [[unlikely]] {
-    return run_marked(call, given, forward, function, std::move(backward));
+  if (all_marks(given) != 0) [[unlikely]] {
+    if (const MarkRules* rules = mark_rules_for(call.op)) {
+      return run_marked(call, *rules, given, forward, function, std::move(backward));
+    }
   }
   const Op& op = call.op;
   const ProfilerRange range(op.name);
@@ -197,13 +205,14 @@ TensorList DifferentiableCall::run(const OpCall& call, std::span<const Tensor> g
 Tensor DifferentiableCall::run_inplace(const OpCall& call, std::span<const Tensor> inputs,
                                        Forward forward, void* function, BackwardFunction backward) {
   const Op& op = call.op;
-  if (all_marks(inputs) != 0 && has_mark_rules()) [[unlikely]] {
-    const MarkRules*& rules = Context::current().slot<MarkRulesSlot>().rules;
-    TS_CHECK_AS(UnsupportedError, rules->of_results(call, inputs) == inputs[0].impl()->marks,
-                in_place_name(op.name), "the result is marked otherwise than ", inputs[0],
-                ", to which it would be written; use the form that returns a new tensor");
-    const ScopedValue<const MarkRules*> checked(rules, nullptr);
-    return run_inplace(call, inputs, forward, function, std::move(backward));
+  if (all_marks(inputs) != 0) [[unlikely]] {
+    if (const MarkRules* rules = mark_rules_for(op)) {
+      TS_CHECK_AS(UnsupportedError, rules->of_results(call, inputs) == inputs[0].impl()->marks,
+                  in_place_name(op.name), "the result is marked otherwise than ", inputs[0],
+                  ", to which it would be written; use the form that returns a new tensor");
+      const CheckedMarks checked;
+      return run_inplace(call, inputs, forward, function, std::move(backward));
+    }
   }
   const ProfilerRange range(op.name);
   check_inputs(op, inputs, false);

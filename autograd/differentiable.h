@@ -46,7 +46,7 @@ inline void check_defined(const Op& op, const char* name, const Tensor& x) {
 // must be whole, no part of another tensor (mark_rules.h), ...
 inline void check_beside(const Op& op, const char* name, const Tensor& given) {
   if (!given.defined() || given.impl()->marks == 0) return;
-  const MarkRules* rules = Context::current().slot<MarkRulesSlot>().rules;
+  const MarkRules* rules = mark_rules_for(op);
   if (rules != nullptr) rules->check_whole(op, name, given);
 }
 // ... and on x's device.
@@ -133,8 +133,9 @@ struct DifferentiableCall {
                             void* function, BackwardFunction backward);
 
  private:
-  static TensorList run_marked(const OpCall& call, std::span<const Tensor> inputs, Forward forward,
-                               void* function, BackwardFunction backward);
+  static TensorList run_marked(const OpCall& call, const MarkRules& rules,
+                               std::span<const Tensor> inputs, Forward forward, void* function,
+                               BackwardFunction backward);
 };
 
 namespace detail {

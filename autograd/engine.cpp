@@ -339,7 +339,7 @@ TensorList run_backward(const EngineRequest& request) {
     ScopedValue<bool> mode(Context::current().slot<GradMode>().enabled, request.create_graph);
     // Backward runs in the dtypes that forward has left, whatever scope it is called in.
     ScopedValue<bool> autocast(Context::current().slot<AutocastMode>().enabled, false);
-    ScopedValue<const MarkRules*> rules(Context::current().slot<MarkRulesSlot>().rules, nullptr);
+    const CheckedMarks checked;  // forward was
     results = pass.run();
   }
   // Callbacks may queue further ones.

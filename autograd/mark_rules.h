@@ -11,8 +11,11 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include <tessera/autograd/op.h>
+#include <tessera/core/context.h>
+#include <tessera/core/kernels/random/draw_place.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
@@ -32,7 +35,6 @@ struct OpDims {
   };
   Kind kind = Kind::kSame;
   bool affine = false;  // a constant other than 0 is added: no summand passes
-  bool draws = false;   // random numbers, by the elements' places: no part passes
   std::span<const int64_t> numbers = {};
 };
 
@@ -67,10 +69,6 @@ inline OpCall expanding(const Op& op, const Shape& shape) {
   return {op, {.kind = OpDims::Kind::kExpand, .numbers = shape}};
 }
 inline OpCall affine(const Op& op, bool adds = true) { return {op, {.affine = adds}}; }
-inline OpCall drawing(OpCall call, bool draws = true) {
-  call.dims.draws = draws;
-  return call;
-}
 
 class MarkRules {
  public:
@@ -80,12 +78,37 @@ class MarkRules {
   // For what an op reads beside its operands, a mask or weights of classes: throws unless it is the
   // same on all ranks, and its mark says so.
   virtual void check_whole(const Op& op, std::string_view name, const Tensor& x) const = 0;
+  // The dimensions of which x has a chunk; for ops that go by the places of elements in the whole.
+  // Throws where the mark does not say where the chunk lies.
+  virtual std::vector<DimCut> cuts_of(const Op& op, const Tensor& x) const = 0;
 };
 
-// The current context's; none: marks are not looked at, and results have none.
+// The current context's. Without rules an op refuses marked operands: their mesh is another
+// context's. In code that somebody has checked as a whole, the inner ops of an op, backward and
+// conversions, marks are not looked at, and results have none.
 struct MarkRulesSlot {
   const MarkRules* rules = nullptr;
+  bool checked = false;
 };
+class CheckedMarks {
+ public:
+  CheckedMarks() : scope_(Context::current().slot<MarkRulesSlot>().checked, true) {}
+
+ private:
+  ScopedValue<bool> scope_;
+};
+
+// For an op with marked operands: the rules to ask; nullptr in checked code. UnsupportedError where
+// the context has none.
+const MarkRules* mark_rules_for(const Op& op);
+
+// Of x in the whole that it is a part of; empty where it is whole.
+inline std::vector<DimCut> cuts_of(const Op& op, const Tensor& x) {
+  if (x.impl()->marks == 0) [[likely]]
+    return {};
+  const MarkRules* rules = mark_rules_for(op);
+  return rules == nullptr ? std::vector<DimCut>() : rules->cuts_of(op, x);
+}
 
 inline uint64_t all_marks(std::span<const Tensor> tensors) {
   uint64_t marks = 0;

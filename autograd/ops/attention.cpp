@@ -7,6 +7,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/composed_gradients.h>
 #include <tessera/autograd/ops/compute_dtype.h>
+#include <tessera/autograd/ops/dropout_at.h>
 #include <tessera/core/context.h>
 #include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/tensor/raw_views.h>
@@ -76,16 +77,42 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
                  q.size(1), ", ", q.size(2), ", ", k.size(2), "]");
 }
 
-kernels::AttentionSpec spec_of(const AttentionOptions& options, int64_t width) {
-  return {.scale = options.scale ? *options.scale : 1 / std::sqrt(static_cast<double>(width)),
-          .causal = options.causal,
-          .dropout = options.dropout,
-          .stream = options.dropout > 0 ? (options.stream ? *options.stream : next_random_stream())
-                                        : RandomStream{},
-          .mask = options.mask,
-          .lengths = options.lengths,
-          .policy = Context::current().slot<kernels::AttentionPolicy>()};
+// Of the query, whose sizes are these.
+struct QueryDims {
+  int batch, query, head;
+};
+kernels::AttentionPlace place_of(const Op& op, const Tensor& x, const QueryDims& dims) {
+  const std::vector<DimCut> cuts = cuts_of(op, x);
+  if (cuts.empty()) return {};
+  kernels::AttentionPlace place{.heads = x.size(dims.head), .queries = x.size(dims.query)};
+  for (const DimCut& cut : cuts) {
+    const int64_t size = x.size(cut.dim), first = size * cut.part;
+    if (cut.dim == dims.batch) place.batch = first;
+    if (cut.dim == dims.query) place.query = first, place.queries = size * cut.parts;
+    if (cut.dim == dims.head) place.head = first, place.heads = size * cut.parts;
+  }
+  return place;
 }
+
+// x: the query, or what it lies in.
+kernels::AttentionSpec spec_of(const Op& op, const AttentionOptions& options, const Tensor& x,
+                               const QueryDims& dims) {
+  const int64_t width = x.size(-1);
+  kernels::AttentionSpec spec{
+      .scale = options.scale ? *options.scale : 1 / std::sqrt(static_cast<double>(width)),
+      .causal = options.causal,
+      .dropout = options.dropout,
+      .stream = options.dropout > 0 ? (options.stream ? *options.stream : next_random_stream())
+                                    : RandomStream{},
+      .mask = options.mask,
+      .lengths = options.lengths,
+      .policy = Context::current().slot<kernels::AttentionPolicy>()};
+  if (spec.dropout > 0) spec.place = place_of(op, x, dims);
+  spec.policy.equal_dropout |= spec.place.is_part();
+  return spec;
+}
+constexpr QueryDims kQuery{.batch = 0, .query = 2, .head = 1},
+    kPacked{.batch = 0, .query = 1, .head = 3};
 
 // Pairs of a query and a key that it sees; an explicit mask hides none of them.
 double visible_pairs(const Tensor& q, const Tensor& k, bool causal) {
@@ -107,6 +134,21 @@ Tensor empty_heads(const Tensor& like) {
   return raw::transpose(raw::empty({like.size(0), like.size(2), like.size(1), like.size(3)},
                                    like.dtype(), like.device()),
                         1, 2);
+}
+
+// Of the probabilities [B, H, T, S].
+Tensor dropped(const Tensor& weights, const kernels::AttentionSpec& spec) {
+  if (spec.dropout >= 1) return mul(weights, Scalar(0));
+  const int64_t H = weights.size(1), T = weights.size(2), S = weights.size(3);
+  kernels::DrawPlace place;
+  if (spec.place.is_part()) {
+    const auto [first, heads, queries] = kernels::draws_of(spec.place, H, T, S);
+    place = {.first = first,
+             .levels = 3,
+             .sizes = {weights.size(0), H, T * S},
+             .strides = {heads * queries * S, queries * S, 1}};
+  }
+  return dropout_at(weights, spec.dropout, spec.stream, place);
 }
 
 // The definition in ops: for a mask that is learned, which the kernel has no gradient for, and
@@ -140,7 +182,7 @@ Tensor composed_attention(const Tensor& given_q, const Tensor& given_k, const Te
   }
   Tensor weights = softmax(scores, -1);
   if (hidden.defined()) weights = masked_fill(weights, hidden, 0);
-  if (spec.dropout > 0) weights = dropout(weights, spec.dropout, true, spec.stream);
+  if (spec.dropout > 0) weights = dropped(weights, spec);
   return to(matmul(weights, values), given_q.dtype());
 }
 
@@ -153,14 +195,15 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
   check_defined(kAttention, "value", value);
   check_shapes(query, key, value, options);
   if (options.mask.defined() && grad_enabled() && options.mask.requires_grad()) {
-    return composed_attention(query, key, value, options.mask, spec_of(options, query.size(3)));
+    return composed_attention(query, key, value, options.mask,
+                              spec_of(kAttention, options, query, kQuery));
   }
-  kernels::AttentionSpec spec = spec_of(options, query.size(3));
+  kernels::AttentionSpec spec = spec_of(kAttention, options, query, kQuery);
   if (spec.mask.defined()) {
     spec.mask = raw::expand(spec.mask, {query.size(0), query.size(1), query.size(2), key.size(2)});
   }
   return differentiable(
-      drawing(kAttention, spec.dropout > 0), {query, key, value},
+      kAttention, {query, key, value},
       [&spec](Inputs in, Extras& extras) {
         check_dtypes(kAttention, in[0], in[1], in[2]);
         const auto [output, log_sums] = kernels::attention(in[0], in[1], in[2], spec);
@@ -216,9 +259,9 @@ Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
   TS_CHECK(options.dropout >= 0 && options.dropout <= 1, kPackedAttention,
            "dropout must be in [0, 1]; got ", options.dropout);
   check_lengths(kPackedAttention, options.lengths, packed, packed.size(1));
-  const kernels::AttentionSpec spec = spec_of(options, packed.size(4));
+  const kernels::AttentionSpec spec = spec_of(kPackedAttention, options, packed, kPacked);
   return differentiable(
-      drawing(kPackedAttention, spec.dropout > 0), {packed},
+      kPackedAttention, {packed},
       [&spec](Inputs in, Extras& extras) {
         const Tensor q = part_of(in[0], 0), k = part_of(in[0], 1), v = part_of(in[0], 2);
         check_dtypes(kPackedAttention, q, k, v);

@@ -26,9 +26,17 @@ void check_random_dtype(DType dtype, std::string_view where) {
 const Op kFullLike{.name = "full_like", .marks = MarkRule::kPointwise, .flops_per_element = 0};
 const Op kRandLike{.name = "rand_like", .marks = MarkRule::kPointwise, .flops_per_element = 0};
 
+// Fills draw by the places of elements in their own tensor.
+const Op& whole_of(const Op& op, const Tensor& x) {
+  TS_CHECK_AS(UnsupportedError, cuts_of(op, x).empty(), op, "of ", x,
+              ", a part of a tensor, would draw random numbers by the places in the part; fill the "
+              "whole and convert it to a shard");
+  return op;
+}
+
 Tensor marked_as(const Tensor& x, const Tensor& result, const OpCall& call) {
   if (x.impl()->marks != 0) [[unlikely]] {
-    const MarkRules* rules = Context::current().slot<MarkRulesSlot>().rules;
+    const MarkRules* rules = mark_rules_for(call.op);
     if (rules != nullptr) result.impl()->marks = rules->of_results(call, {&x, 1});
   }
   return result;
@@ -70,12 +78,12 @@ Tensor full_like(const Tensor& x, const Scalar& value, DType dtype) {
 Tensor rand_like(const Tensor& x) { return rand_like(x, x.dtype()); }
 Tensor rand_like(const Tensor& x, DType dtype) {
   check_whole(x, "rand_like");
-  return marked_as(x, rand(x.shape(), {dtype, x.device()}), drawing(kRandLike));
+  return marked_as(x, rand(x.shape(), {dtype, x.device()}), whole_of(kRandLike, x));
 }
 Tensor randn_like(const Tensor& x) { return randn_like(x, x.dtype()); }
 Tensor randn_like(const Tensor& x, DType dtype) {
   check_whole(x, "randn_like");
-  return marked_as(x, randn(x.shape(), {dtype, x.device()}), drawing(kRandLike));
+  return marked_as(x, randn(x.shape(), {dtype, x.device()}), whole_of(kRandLike, x));
 }
 
 Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step,

@@ -11,6 +11,7 @@
 #include <tessera/autograd/fp8/norm_call.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>
+#include <tessera/autograd/ops/dropout_at.h>
 #include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera {
@@ -104,7 +105,8 @@ TensorList row_gradients(const Tensor& dy, const Tensor& dsum, const Tensor& x,
                                      normalized_shape, eps, center);
     const Tensor input = dsum.defined() ? add(g.input, dsum) : g.input;
     const auto& drop = inputs.dropout;
-    const Tensor update = drop && wanted[0] ? dropout(input, drop->p, true, drop->stream) : input;
+    const Tensor update =
+        drop && wanted[0] ? dropout_at(input, drop->p, drop->stream, drop->place) : input;
     return {wanted[0] ? input : Tensor(), wanted[0] ? update : Tensor(),
             wanted[1] ? g.weight : Tensor(), wanted[2] ? g.bias : Tensor()};
   }
@@ -215,7 +217,7 @@ ResidualNorm residual_norm(const Op& op, const TensorList& operands, const RowNo
   const bool has_weight = operands[2].defined(), has_bias = center && operands[3].defined();
   const Fp8Norm norm(operands[0], columns);
   const TensorList both = differentiable(
-      drawing(along(op, last_dims(shape)), dropped.has_value()), operands,
+      along(op, last_dims(shape)), operands,
       [&](Inputs in, Extras& extras) -> TensorList {
         const Tensor bias = center ? in[3] : Tensor();
         const kernels::RowNorm n =
@@ -230,8 +232,9 @@ ResidualNorm residual_norm(const Op& op, const TensorList& operands, const RowNo
         const bool streams = s.needs(0) || s.needs(1);
         TensorList gradients(center ? 4 : 3);
         if (!dy.defined(1)) {
-          gradients[0] =
-              dropped && s.needs(0) ? dropout(dy[0], dropped->p, true, dropped->stream) : dy[0];
+          gradients[0] = dropped && s.needs(0)
+                             ? dropout_at(dy[0], dropped->p, dropped->stream, dropped->place)
+                             : dy[0];
           gradients[1] = dy[0];
           return gradients;
         }
@@ -277,7 +280,10 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
     return residual_layer_norm(dropout(x, drop), residual, normalized_shape, weight, bias, eps);
   }
   std::optional<kernels::ResidualDropout> dropped;
-  if (drop > 0) dropped.emplace(drop, stream ? *stream : next_random_stream());
+  if (drop > 0) {
+    dropped.emplace(drop, stream ? *stream : next_random_stream(),
+                    kernels::DrawPlace::of(x.shape(), cuts_of(kResidualLayerNorm, x)));
+  }
   return residual_norm(kResidualLayerNorm, {x, residual, weight, bias},
                        {normalized_shape, eps, true}, dropped);
 }

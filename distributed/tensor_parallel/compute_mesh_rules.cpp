@@ -13,7 +13,8 @@
 // | a sum over the dimension of a shard             |                                           |
 //
 // All else is an UnsupportedError, which names the op, the axis, the operands with their marks and
-// what would do. Random numbers by place (dropout) are refused for shards.
+// what would do. Random numbers go by the places of elements in the whole (dropout), which chunks of
+// different lengths do not tell: those are refused.
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
 
 #include <algorithm>
@@ -87,13 +88,6 @@ class Along {
     refuse_invariant(marked);
     if (std::ranges::all_of(operands_, [](const Operand& x) { return x.is_whole(); })) {
       return Mark::replicated();
-    }
-    if (call_.dims.draws) {
-      for (const Operand& x : operands_) {
-        if (!x.mark.is_shard()) continue;
-        refuse(x, "random numbers go by the place of an element in its own tensor",
-               "leave dropout out, or apply it where the tensor is whole");
-      }
     }
     switch (call_.op.marks) {
       case MarkRule::kPointwise:
@@ -432,9 +426,32 @@ class TypeRules final : public MarkRules {
   uint64_t of_results(const OpCall& call, std::span<const Tensor> inputs) const override {
     uint64_t marks = 0;
     for (size_t axis = 0; axis < mesh_.axes(); ++axis) {
-      marks |= encoded(Along(call, inputs, mesh_, axis).result(), axis);
+      Mark mark = Along(call, inputs, mesh_, axis).result();
+      for (const Tensor& input : inputs) {
+        if (mark.is_shard() && input.defined()) mark.uneven |= mark_of(input, axis).uneven;
+      }
+      marks |= encoded(mark, axis);
     }
     return marks;
+  }
+
+  std::vector<DimCut> cuts_of(const Op& op, const Tensor& x) const override {
+    std::vector<DimCut> cuts;
+    for (size_t axis = 0; axis < mesh_.axes(); ++axis) {
+      const Mark mark = mark_of(x, axis);
+      if (!mark.is_shard()) continue;
+      const auto refused = [&](const char* why) {
+        TS_THROW(UnsupportedError, op, "along '", mesh_.name(axis), "' ", x, " is ", describe(mark),
+                 ": random numbers go by the place of an element in the whole, and ", why,
+                 "; leave dropout out, or apply it where the tensor is whole");
+      };
+      if (mark.uneven) refused("its chunks differ in length");
+      for (const DimCut& other : cuts) {
+        if (other.dim == mark.dim) refused("another axis cuts the same dimension");
+      }
+      cuts.push_back({mark.dim, mark.blocks, mesh_.group(axis).size(), mesh_.group(axis).rank()});
+    }
+    return cuts;
   }
 
   void check_whole(const Op& op, std::string_view name, const Tensor& x) const override {

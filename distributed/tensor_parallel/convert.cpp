@@ -84,17 +84,20 @@ Tensor convert(const Tensor& x, std::string_view axis_name, const Mark& to,
               " goes through replicated; convert twice");
   int64_t length = 0, other = 0;
   if (from.is_shard()) {
+    TS_CHECK_AS(UnsupportedError, options.length || !from.uneven, kConvert, "from ", describe(from),
+                " of ", x, ": its chunks differ in length; give the whole .length");
     length = options.length.value_or(x.size(from.dim) * ranks);
     if (to.is_shard()) other = length_to_cut(x, to, ranks, options.uneven);
   } else if (to.is_shard()) {
     length = length_to_cut(x, to, ranks, options.uneven);
   }
   // Checked here, by both ends, and not again as an op; nor are the ops that it is made of.
-  const ScopedValue<const MarkRules*> checked(Context::current().slot<MarkRulesSlot>().rules,
-                                              nullptr);
+  const CheckedMarks checked;
   Tensor result = converted(x, {axis, from, to, length, other});
   result.impl()->marks = x.impl()->marks;
-  set_mark(result, axis, to);
+  Mark mark = to;
+  if (to.is_shard()) mark.uneven = (from.is_shard() ? other : length) % (ranks * to.blocks) != 0;
+  set_mark(result, axis, mark);
   return result;
 }
 

@@ -3,10 +3,10 @@
 namespace tessera::distributed {
 namespace {
 
-// Three bits of kind, five of the dimension, eight of the blocks less one.
-constexpr int kBits = 16, kDimBits = 3, kBlockBits = 8;
+// Three bits of kind, four of the dimension, one of unevenness, eight of the blocks less one.
+constexpr int kBits = 16, kDimBits = 3, kUnevenBit = 7, kBlockBits = 8;
 constexpr int kMaxBlocks = 256;
-static_assert(kMaxDims <= 32);
+static_assert(kMaxDims <= 16);
 
 }  // namespace
 
@@ -24,6 +24,7 @@ uint64_t encoded(const Mark& mark, size_t axis) {
     TS_CHECK_AS(UnsupportedError, mark.blocks >= 1 && mark.blocks <= kMaxBlocks, "marks",
                 "a dimension is cut in at most ", kMaxBlocks, " blocks; got ", mark.blocks);
     bits |= static_cast<uint64_t>(mark.dim) << kDimBits;
+    bits |= static_cast<uint64_t>(mark.uneven) << kUnevenBit;
     bits |= static_cast<uint64_t>(mark.blocks - 1) << kBlockBits;
   }
   return bits << (kBits * axis);
@@ -33,7 +34,8 @@ Mark decoded(uint64_t marks, size_t axis) {
   const uint64_t bits = marks >> (kBits * axis);
   Mark mark{static_cast<Mark::Kind>(bits & 7)};
   if (mark.is_shard()) {
-    mark.dim = static_cast<int>((bits >> kDimBits) & 31);
+    mark.dim = static_cast<int>((bits >> kDimBits) & 15);
+    mark.uneven = ((bits >> kUnevenBit) & 1) != 0;
     mark.blocks = static_cast<int>((bits >> kBlockBits) & 255) + 1;
   }
   return mark;

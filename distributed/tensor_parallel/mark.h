@@ -27,6 +27,7 @@ struct Mark {
   int dim = 0;     // of a shard
   int blocks = 1;  // of a shard: the dimension is so many equal blocks, of each of which it has a
                    // chunk: 3 where query, key and value lie side by side
+  bool uneven = false;  // of a shard: its chunks differ in length, which the mark does not know
 
   static constexpr Mark invariant() { return {}; }
   static constexpr Mark replicated() { return {Kind::kReplicated}; }
@@ -37,7 +38,10 @@ struct Mark {
   constexpr bool is_replicated() const { return kind == Kind::kReplicated; }
   constexpr bool is_summand() const { return kind == Kind::kSummand; }
   constexpr bool is_shard() const { return kind == Kind::kShard; }
-  friend bool operator==(const Mark&, const Mark&) = default;
+  // Of the same kind; chunks of equal and of other lengths alike.
+  friend constexpr bool operator==(const Mark& a, const Mark& b) {
+    return a.kind == b.kind && a.dim == b.dim && a.blocks == b.blocks;
+  }
 };
 
 // The mark of the gradient.

@@ -11,14 +11,6 @@ namespace tessera::distributed {
 namespace {
 
 // What is made of ops that do not know of the parts says itself what it is.
-class Unchecked {
- public:
-  Unchecked() : scope_(Context::current().slot<MarkRulesSlot>().rules, nullptr) {}
-
- private:
-  ScopedValue<const MarkRules*> scope_;
-};
-
 Tensor as(const Mark& mark, const std::string& axis, const Tensor& x) {
   set_mark(x, compute_mesh().position(axis), mark);
   return x;
@@ -42,7 +34,7 @@ Entries entries_here(const VocabularyPart& part, int64_t rows, const Tensor& giv
 
 Tensor embedding(const VocabularyPart& part, const Tensor& index, const Tensor& weight,
                  std::optional<int64_t> padding_idx) {
-  const Unchecked scope;
+  const CheckedMarks scope;
   std::optional<int64_t> padding_here;
   if (padding_idx) {
     const int64_t row = *padding_idx - part.first;
@@ -56,7 +48,7 @@ Tensor embedding(const VocabularyPart& part, const Tensor& index, const Tensor& 
 Tensor linear_cross_entropy(const VocabularyPart& part, const Tensor& x, const Tensor& weight,
                             const Tensor& target, int64_t ignore_index, bool mean) {
   const Tensor given = linear(x, weight);  // checked: x is whole, and a shard of classes comes
-  const Unchecked scope;
+  const CheckedMarks scope;
   const Tensor logits = given.dtype() == kF64 ? given : to(given, kF32);
   const Tensor ignored = eq(target, ignore_index);
   const auto [here, foreign] = entries_here(part, weight.size(0), target, ignored);

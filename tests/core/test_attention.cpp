@@ -67,7 +67,11 @@ struct Reference {
             if (spec.causal && s > t) p[i] = -INFINITY;
             if (static_cast<double>(s) >= keys) p[i] = -INFINITY;
             maximum = std::max(maximum, p[i]);
-            const uint64_t index = static_cast<uint64_t>(((b * n.H + h) * n.T + t) * n.S + s);
+            const AttentionPlace& of = spec.place;
+            const int64_t heads = of.is_part() ? of.heads : n.H;
+            const int64_t queries = of.is_part() ? of.queries : n.T;
+            const int64_t row = (of.batch + b) * heads + of.head + h;
+            const uint64_t index = static_cast<uint64_t>((row * queries + of.query + t) * n.S + s);
             const auto drawn = philox4x32(spec.stream.seed, spec.stream.stream, index / 4);
             keep[i] = spec.dropout == 0 ? 1
                       : uniform_from_bits(drawn[index % 4]) >= static_cast<float>(spec.dropout)
@@ -181,6 +185,16 @@ TEST(Attention, FewQueriesOfManyHeadsMatchTheDefinition) {
       mask.data_as<bool>()[i] = i % 7 != 0 && i / 95 % 3 != 1;  // query 1 sees nothing
     }
     expect_attention({2, 4, 2, 3, 95, 16, 16}, dtype, {.mask = mask});
+  }
+}
+
+TEST(Attention, APartDrawsTheDropoutOfItsPlaceInTheWhole) {
+  const AttentionPlace place{.batch = 1, .head = 2, .query = 3, .heads = 8, .queries = 11};
+  for (DType dtype : kDTypes) {
+    for (const int64_t queries : {3, 40}) {
+      expect_attention({2, 4, 2, queries, 41, 16, 16}, dtype,
+                       {.dropout = 0.3, .stream = {7, 9}, .place = place});
+    }
   }
 }
 

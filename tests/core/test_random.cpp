@@ -400,6 +400,47 @@ TEST(Dropout, TheMaskDoesNotDependOnTheDType) {
   EXPECT_EQ(mask(kF32), mask(kF64));
 }
 
+// The elements of a whole that a part has, by hand: chunk `part` of `parts` in each block.
+Tensor chunk_by_hand(const Tensor& whole, const DimCut& cut) {
+  const int64_t length = whole.size(cut.dim) / cut.blocks, chunk = length / cut.parts;
+  TensorList pieces;
+  for (int64_t b = 0; b < cut.blocks; ++b) {
+    pieces.push_back(whole.narrow(cut.dim, b * length + cut.part * chunk, chunk));
+  }
+  return cat(pieces, cut.dim);
+}
+
+TEST(Dropout, APartKeepsWhatTheWholeKeepsOfIt) {
+  struct Case {
+    Shape whole;
+    std::vector<DimCut> cuts;
+  };
+  for (const DType dtype : {kF32, kF64, kBF16}) {
+    for (const Case& c :
+         {Case{{4, 6, 8}, {{.dim = 1, .parts = 3}}}, Case{{4, 6, 9}, {{.dim = 1, .parts = 2}}},
+          Case{{5, 3, 6}, {{.dim = 2, .parts = 2}}},
+          Case{{3, 2, 24}, {{.dim = 2, .blocks = 3, .parts = 4}}},
+          Case{{6, 5}, {{.dim = 0, .parts = 3}}},
+          Case{{2, 12, 5}, {{.dim = 1, .blocks = 2, .parts = 3}}},
+          Case{{4, 6, 8}, {{.dim = 1, .parts = 2}, {.dim = 2, .parts = 2}}},
+          Case{{4, 6, 70000}, {{.dim = 0, .parts = 2}, {.dim = 2, .parts = 7}}}}) {
+      const Tensor x = rand(c.whole, {.dtype = dtype});
+      const Tensor whole = kernels::dropout(x, 0.4, kStream);
+      for (int64_t part = 0; part < 2; ++part) {
+        std::vector<DimCut> cuts = c.cuts;
+        Tensor own = x, expected = whole;
+        for (DimCut& cut : cuts) {
+          cut.part = part;
+          own = chunk_by_hand(own, cut), expected = chunk_by_hand(expected, cut);
+        }
+        const kernels::DrawPlace place = kernels::DrawPlace::of(own.shape(), cuts);
+        EXPECT_EQ(kernels::dropout(own, 0.4, kStream, place).to_vector(), expected.to_vector())
+            << c.whole << ", part " << part;
+      }
+    }
+  }
+}
+
 TEST(Dropout, TheEndsOfTheRangeAndEvaluationDrawNothing) {
   const Tensor x = tensor({1, 2, 3});
   manual_seed(1);

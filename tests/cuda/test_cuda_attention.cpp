@@ -188,6 +188,27 @@ TEST_F(AttentionTiles, TakeHeadsOf16BitsThatAreWiderThanTensorCoresDo) {
   }
 }
 
+void expect_place_of_the_cpu(DType dtype, double bound) {
+  const kernels::AttentionSpec spec{
+      .scale = 0.3,
+      .dropout = 0.4,
+      .stream = {7, 9},
+      .place = {.batch = 1, .head = 2, .query = 3, .heads = 8, .queries = 99}};
+  const auto outcome = [&](const Device& device, DType compute) -> Outcome {
+    const auto numbers = [&](int64_t rows, uint64_t stream) {
+      return randn({2, 2, rows, 16}, {}, RandomStream{3, stream}).to(dtype).to(compute).to(device);
+    };
+    const Tensor q = numbers(66, 1), k = numbers(70, 2), v = numbers(70, 3), dy = numbers(66, 4);
+    const auto [y, log_sums] = kernels::attention(q, k, v, spec);
+    const Tensor dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
+    kernels::attention_backward(dy, q, k, v, y, log_sums, spec, dq, dk, dv);
+    return {y.to_vector(), dq.to_vector(), dk.to_vector(), dv.to_vector()};
+  };
+  expect_near(outcome(kGpu, dtype), outcome(kCpu, kF32), bound, "a part");
+}
+
+TEST_F(AttentionTiles, DrawDropoutByThePlaceOfAPart) { expect_place_of_the_cpu(kF32, 1e-5); }
+
 // ---- Tensor cores -------------------------------------------------------------------------------
 
 TEST_F(AttentionTensorCores, HaveTheValuesOfTheCpuOverSeveralTilesAndWidths) {
@@ -205,6 +226,10 @@ TEST_F(AttentionTensorCores, HaveTheValuesOfTheCpuOverSeveralTilesAndWidths) {
     expect_near(run(c, kGpu, c.dtype, true, {}, of_samples), expected, 4 * epsilon_of(c.dtype),
                 c.name);
   }
+}
+
+TEST_F(AttentionTensorCores, DrawDropoutByThePlaceOfAPart) {
+  expect_place_of_the_cpu(kBF16, 4 * epsilon_of(kBF16));
 }
 
 TEST_F(AttentionTensorCores, MasksHideKeysAndAddToScoresAndRowsWithoutKeysAreZero) {

@@ -549,6 +549,45 @@ TEST(CudaDropout, KeepsTheElementsThatTheCpuKeeps) {
   }
 }
 
+TEST(CudaDropout, APartKeepsWhatTheCpuKeepsOfIt) {
+  const RandomStream stream{11, 4};
+  const std::vector<std::vector<DimCut>> parts = {
+      {{.dim = 1, .parts = 2, .part = 1}},
+      {{.dim = 2, .blocks = 3, .parts = 2, .part = 1}},
+      {{.dim = 1, .parts = 3, .part = 2}, {.dim = 2, .parts = 5, .part = 3}}};
+  for (const DType dtype : {kF64, kF32, kBF16}) {
+    for (const Shape& shape : {Shape{3, 5, 24}, Shape{2, 3, 9}}) {
+      const Tensor x = numbers(shape, dtype);
+      for (const std::vector<DimCut>& cuts : parts) {
+        const auto place = kernels::DrawPlace::of(shape, cuts);
+        expect_equal(kernels::dropout(x.to(kGpu), 0.3, stream, place),
+                     kernels::dropout(x, 0.3, stream, place));
+      }
+    }
+  }
+}
+
+// The norm takes dropout of a part from a kernel of its own.
+TEST(CudaDropout, APartOfAResidualNormKeepsWhatTheCpuKeepsOfIt) {
+  const Shape shape{3, 5, 64};
+  const std::vector<DimCut> cuts = {{.dim = 1, .parts = 2, .part = 1}};
+  const kernels::ResidualDropout drop{0.3, {11, 4}, kernels::DrawPlace::of(shape, cuts)};
+  const Tensor x = numbers(shape, kF32), residual = numbers(shape, kF32, 31);
+  const Tensor weight = numbers({64}, kF32, 5);
+  const auto run = [&](const Device& device) -> TensorList {
+    const kernels::RowNorm n = kernels::row_norm_forward(x.to(device), residual.to(device), 64,
+                                                         weight.to(device), {}, 1e-5, true, drop);
+    const bool wanted[3] = {true, true, false};
+    const kernels::RowNormGradients g =
+        kernels::row_norm_backward(residual.to(device), {}, n.sum, 64, weight.to(device), n.mean,
+                                   n.rstd, wanted, {.dropout = drop, .column_sums = true});
+    EXPECT_FALSE(g.column_sums.defined());
+    return {n.sum, ne(g.update, 0), eq(g.input, 0)};
+  };
+  const TensorList got = run(kGpu), expected = run(kCpu);
+  for (size_t i = 0; i < got.size(); ++i) expect_equal(got[i], expected[i]);
+}
+
 TEST(CudaMultinomial, DrawsWhatTheCpuDraws) {
   const Tensor weights = mul(numbers({3, 301}, kF32).abs(), 0.5);
   const RandomStream stream{11, 4};

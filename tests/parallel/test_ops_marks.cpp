@@ -8,6 +8,7 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 
 #include <tessera/autograd/autograd.h>
@@ -68,6 +69,7 @@ std::string difference(const Tensor& got, const Tensor& expected) {
 // Empty where the ranks' tensors of this mark are those of the whole one.
 std::string compared(const Parts& parts, const Tensor& whole, const Mark& mark) {
   const NoGradGuard no_grad;
+  const CheckedMarks of_parts;
   for (size_t rank = 0; rank < kRanks; ++rank) {
     if (!parts[rank].defined() || !whole.defined()) return difference(parts[rank], whole);
   }
@@ -136,13 +138,30 @@ std::vector<Mark> marks_for(const Tensor& input) {
   return marks;
 }
 
+// Contexts of the two ranks, each with the mesh.
+class Ranks {
+ public:
+  Ranks() {
+    for (size_t rank = 0; rank < kRanks; ++rank) {
+      const ContextGuard guard(contexts_[rank]);
+      become_fake_rank(static_cast<int>(rank), kRanks);
+      use_compute_mesh(meshes_[rank].emplace(world(), std::vector<MeshAxis>{{"tp", kRanks}}));
+    }
+  }
+  Context& operator[](size_t rank) { return contexts_[rank]; }
+
+ private:
+  std::array<Context, kRanks> contexts_;
+  std::array<std::optional<Mesh>, kRanks> meshes_;
+};
+
 struct Outcome {
   bool accepted = false, cut = false, summands = false;
   std::string complaint;
 };
 
 Outcome check(const OpRow& row, const Sample& sample, const TensorList& wholes,
-              const std::vector<Mark>& marks) {
+              const std::vector<Mark>& marks, Ranks& contexts) {
   Outcome outcome;
   for (const Mark& mark : marks) {
     outcome.cut |= mark.is_shard();
@@ -168,6 +187,7 @@ Outcome check(const OpRow& row, const Sample& sample, const TensorList& wholes,
   std::array<Called, kRanks> ranks;
   for (size_t rank = 0; rank < kRanks; ++rank) {
     try {
+      const ContextGuard guard(contexts[rank]);
       ranks[rank] = called(row, sample, inputs[rank], [&](const TensorList& results) {
         TensorList own;
         for (size_t i = 0; i < results.size(); ++i) {
@@ -222,8 +242,7 @@ bool is_left_out(const OpRow& row, const Sample& sample) {
 
 TEST(OpsMarks, WhatIsAcceptedIsTheWhole) {
   on_fake_rank(0, kRanks, [] {
-    Mesh mesh(world(), {{"tp", kRanks}});
-    use_compute_mesh(mesh);
+    Ranks contexts;
     constexpr size_t kMostAssignments = 200;
     std::set<std::string_view> accepting, cutting, adding;
     int64_t accepted = 0, tried = 0;
@@ -257,7 +276,7 @@ TEST(OpsMarks, WhatIsAcceptedIsTheWhole) {
               std::ranges::any_of(marks, [](const Mark& mark) { return !mark.is_invariant(); });
           if (!any) continue;
           ++tried;
-          const Outcome outcome = check(row, sample, wholes, marks);
+          const Outcome outcome = check(row, sample, wholes, marks, contexts);
           EXPECT_EQ(outcome.complaint, "") << described(row, sample, wholes, marks);
           if (!outcome.accepted) continue;
           ++accepted;

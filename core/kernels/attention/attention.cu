@@ -191,7 +191,7 @@ template <class A>
 TS_DEVICE A kept(const TiledAttention& p, int64_t b, int64_t h, int64_t t, int64_t s,
                  const RandomStream* stream) {
   if (p.dropout <= 0) return A(1);
-  const int64_t element = ((b * p.H + h) * p.T + t) * p.S + s;
+  const int64_t element = p.number_of(b, h, t, s);
   const auto drawn = philox4x32(stream->seed, stream->stream, static_cast<uint64_t>(element) / 4);
   const int64_t place = element % 4;  // not an index: the draw stays in registers
   const uint32_t bits =

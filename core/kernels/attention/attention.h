@@ -29,16 +29,37 @@ struct AttentionPolicy {
   bool equal_dropout = false;  // dropout draws the CPU's numbers: own kernels
 };
 
+// Of a part, whose heads and queries are some of the whole's: where its first probability lies in
+// the whole's [B, H, T, S], and the whole's H and T. Without heads: it is whole.
+struct AttentionPlace {
+  int64_t batch = 0, head = 0, query = 0;
+  int64_t heads = 0, queries = 0;
+  bool is_part() const { return heads > 0; }
+};
+
 struct AttentionSpec {
   double scale = 1;
   bool causal = false;  // query t sees keys 0..t
-  double dropout =
-      0;  // of probabilities; element (b, h, t, s) draws number ((b H + h) T + t) S + s
+  // Of probabilities. Element (b, h, t, s) draws number ((b H + h) T + t) S + s of the whole; of a
+  // part the policy's equal_dropout is set.
+  double dropout = 0;
   RandomStream stream = {};
+  AttentionPlace place = {};
   Tensor mask = {};     // [B, H, T, S] (expanded), bool or floating; or undefined
   Tensor lengths = {};  // [B] i64 or i32: keys of each sample, 1 to S; or undefined
   AttentionPolicy policy = {};
 };
+
+// Number of element (b, h, t, s): first + ((b heads + h) queries + t) S + s.
+struct AttentionDraws {
+  int64_t first = 0, heads = 0, queries = 0;
+};
+inline AttentionDraws draws_of(const AttentionPlace& place, int64_t heads, int64_t queries,
+                               int64_t keys) {
+  if (!place.is_part()) return {0, heads, queries};
+  const int64_t rows = (place.batch * place.heads + place.head) * place.queries + place.query;
+  return {rows * keys, place.heads, place.queries};
+}
 
 struct AttentionResult {
   Tensor output;    // [B, H, T, Ev], in memory [B, T, H, Ev]

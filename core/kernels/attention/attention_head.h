@@ -5,6 +5,7 @@
 
 #include <tessera/core/dtype.h>
 #include <tessera/core/isa.h>
+#include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/random.h>
 
 namespace tessera::kernels {
@@ -25,6 +26,7 @@ struct AttentionProblem {
   bool causal;
   double dropout;
   RandomStream stream;
+  AttentionDraws draws;
   bool has_mask;
   DType mask_dtype;
   HeadView mask;  // (B, H, T, S)

@@ -41,6 +41,10 @@ struct TiledAttention {
   HeadsView<char> mask;    // its strides in bytes
   const int32_t* lengths;  // of each sample's keys, in [1, S]; nullptr: all have S
   MovableStream stream;
+  AttentionDraws draws;
+  TS_DEVICE int64_t number_of(int64_t b, int64_t h, int64_t t, int64_t s) const {
+    return draws.first + ((b * draws.heads + h) * draws.queries + t) * S + s;
+  }
   TS_DEVICE int64_t keys_of(int64_t b) const { return lengths != nullptr ? lengths[b] : S; }
 };
 
@@ -123,7 +127,8 @@ inline TiledAttention problem_of(const Tensor& query, const Tensor& key, const T
       .mask_dtype = kBool,
       .mask = {},
       .lengths = lengths.defined() ? lengths.data_as<int32_t>() + query.size(0) : nullptr,
-      .stream = movable(spec.stream)};
+      .stream = movable(spec.stream),
+      .draws = draws_of(spec.place, query.size(1), query.size(2), key.size(2))};
   if (p.has_mask) {
     const int64_t bytes = size_of(spec.mask.dtype());
     p.mask_dtype = spec.mask.dtype();

@@ -285,10 +285,9 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
     Tensor w = stored_parameter<T>(weight), b = stored_parameter<T>(bias);
     const bool registers = register_threads<T>(columns, {&source, &other, &result.sum, &result.y,
                                                          &w, &b}) == kNarrowBlock;
-    if (!registers) {
-      w = in_dtype(weight, compute), b = in_dtype(bias, compute);
-      if (given) source = dropout(source, given->p, given->stream);
-    }
+    if (!registers) w = in_dtype(weight, compute), b = in_dtype(bias, compute);
+    const bool drops = given && registers && !given->place.is_part();  // in the kernel
+    if (given && !drops) source = dropout(source, given->p, given->stream, given->place);
     NormForward<T> p{source.data_as<T>(),
                      data_or_null<T>(other),
                      data_or_null<T>(result.sum),
@@ -313,7 +312,7 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
       if (out->defined()) traffic.writes += out->numel() * size_of(out->dtype());
     }
     if (registers) {
-      if (given) {
+      if (drops) {
         p.dropout = dropout_of<T>(given);
         traffic.reads += state_bytes_of(p.dropout.stream);
       }
@@ -324,7 +323,7 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
              .grid = gpu::blocks(rows, kRowsOfBlock),
              .block = kRowsOfBlock * gpu::kWarp,
              .traffic = traffic},
-            given ? register_row_norm_kernel<T, W, true> : register_row_norm_kernel<T, W, false>,
+            drops ? register_row_norm_kernel<T, W, true> : register_row_norm_kernel<T, W, false>,
             p);
       });
       return;

@@ -14,6 +14,7 @@
 
 #include <optional>
 
+#include <tessera/core/kernels/random/draw_place.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/tensor.h>
 
@@ -29,10 +30,12 @@ struct RowNorm {
   Tensor mean;  // [rows]; undefined for rms_norm
   Tensor rstd;  // [rows]: 1 / sqrt(variance + eps), or of the mean square
 };
-// Dropout of x before the residual is added: dropout(x, p, stream) of random_fill.h, p in (0, 1).
+// Dropout of x before the residual is added: dropout(x, p, stream, place) of random_fill.h, p in
+// (0, 1). On a GPU that of a part is a kernel of its own.
 struct ResidualDropout {
   double p = 0;
   RandomStream stream = {};
+  DrawPlace place = {};
 };
 // x: [..., columns of the last dimensions]; residual: x's shape and dtype or absent; `center` false
 // for rms_norm. y = (s - mean) rstd weight + bias with s = x + residual; `dropout` needs a

@@ -58,8 +58,8 @@ RowNorm row_norm_forward(const Tensor& x, const Tensor& residual, int64_t column
                                               dropout);
   }
   if (dropout) {
-    return row_norm_forward(kernels::dropout(x, dropout->p, dropout->stream), residual, columns,
-                            weight, bias, eps, center);
+    return row_norm_forward(kernels::dropout(x, dropout->p, dropout->stream, dropout->place),
+                            residual, columns, weight, bias, eps, center);
   }
   const char* where = center ? "layer_norm" : "rms_norm";
   check_operand(where, x);
@@ -173,7 +173,8 @@ RowNormGradients row_norm_backward(const Tensor& dy, const Tensor& dsum, const T
   if (wanted[1]) result.weight = sum_partials(dweights, weight_dtype);
   if (wanted[2]) result.bias = sum_partials(dbiases, bias_dtype);
   if (wanted[0] && options.dropout) {
-    result.update = dropout(result.input, options.dropout->p, options.dropout->stream);
+    const ResidualDropout& drop = *options.dropout;
+    result.update = dropout(result.input, drop.p, drop.stream, drop.place);
   }
   return result;
 }

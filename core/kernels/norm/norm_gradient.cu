@@ -449,6 +449,7 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
   if (wanted[1]) result.weight = column_result(options.weight_dtype);
   if (wanted[2]) result.bias = column_result(options.bias_dtype);
   const bool drops = wanted[0] && options.dropout;
+  const bool of_part = drops && options.dropout->place.is_part();  // in a kernel of its own
   const Tensor source = contiguous(x), grad = in_dtype(dy, x.dtype());
   const Tensor more = in_dtype(dsum, x.dtype());
   dispatch_floating(x.dtype(), "layer_norm", [&]<class T>() {
@@ -456,8 +457,9 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
     Tensor w = stored_parameter<T>(weight);
     const int threads = register_threads<T>(columns, {&grad, &more, &source, &w, &result.input});
     if (threads == 0) w = in_dtype(weight, compute);
-    if (drops && threads > 0) result.update = raw::empty(x.shape(), x.dtype(), x.device());
-    if (wanted[0] && options.column_sums && threads > 0) {
+    if (drops && threads > 0 && !of_part)
+      result.update = raw::empty(x.shape(), x.dtype(), x.device());
+    if (wanted[0] && options.column_sums && threads > 0 && !of_part) {
       result.column_sums = column_result(x.dtype());
     }
     // (blocks, columns) for each of the sums
@@ -492,7 +494,8 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
     launch_column_fold("norm_fold", fold);
   });
   if (drops && !result.update.defined()) {
-    result.update = dropout(result.input, options.dropout->p, options.dropout->stream);
+    const ResidualDropout& drop = *options.dropout;
+    result.update = dropout(result.input, drop.p, drop.stream, drop.place);
   }
   return result;
 }

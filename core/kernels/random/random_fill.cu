@@ -138,10 +138,27 @@ __global__ void integers_kernel(Part<T> part, MovableStream stream, int64_t low,
   });
 }
 
+// The numbers of elements [first, first + 4) of a part. `in_draws`: of the place.
+TS_DEVICE Bits bits_of_part(const RandomStream& now, const DrawPlace& place, bool in_draws,
+                            int64_t first) {
+  if (in_draws) return philox_block(now, place.number_of(first) / 4);
+  Bits bits{};
+  TS_ROLLED
+  for (int i = 0; i < 4; ++i) {
+    const int64_t number = place.number_of(first + i), lane = number % 4;
+    const Bits block = philox_block(now, number / 4);
+    const uint32_t low = lane == 0 ? block.words[0] : block.words[1];
+    const uint32_t word = lane < 2 ? low : lane == 2 ? block.words[2] : block.words[3];
+    TS_UNROLL
+    for (int k = 0; k < 4; ++k) bits.words[k] = k == i ? word : bits.words[k];  // in registers
+  }
+  return bits;
+}
+
 // vectors: x is aligned; y, which is new, always is.
-template <class T>
+template <class T, bool kPart>
 __global__ void dropout_kernel(const T* x, T* y, int64_t n, bool vectors, MovableStream stream,
-                               uint32_t dropped, Compute<T> scale) {
+                               DrawPlace place, bool in_draws, uint32_t dropped, Compute<T> scale) {
   constexpr int kAll = kNumbers<T, 4>;
   const int64_t first = gpu::first_index() * kAll;
   if (first >= n) return;
@@ -155,7 +172,12 @@ __global__ void dropout_kernel(const T* x, T* y, int64_t n, bool vectors, Movabl
   const RandomStream now = stream.now();
   TS_UNROLL
   for (int b = 0; b < kAll / 4; ++b) {
-    const Bits bits = philox_block(now, first / 4 + b);
+    Bits bits;
+    if constexpr (kPart) {
+      bits = bits_of_part(now, place, in_draws, first + 4 * b);
+    } else {
+      bits = philox_block(now, first / 4 + b);
+    }
     TS_UNROLL
     for (int i = 0; i < 4; ++i) {
       T& number = numbers.values[4 * b + i];
@@ -244,7 +266,7 @@ void random_integers_cuda(const Tensor& x, int64_t low, int64_t high, RandomStre
   });
 }
 
-Tensor dropout_cuda(const Tensor& x, double p, RandomStream stream) {
+Tensor dropout_cuda(const Tensor& x, double p, RandomStream stream, const DrawPlace& place) {
   const Tensor result = raw::empty(x.shape(), x.dtype(), x.device());
   if (x.numel() == 0) return result;
   const Tensor dense = contiguous(x);
@@ -253,9 +275,9 @@ Tensor dropout_cuda(const Tensor& x, double p, RandomStream stream) {
     const int64_t bytes = x.numel() * static_cast<int64_t>(sizeof(T));
     gpu::launch(
         config_for("dropout", x.numel(), kNumbers<T, 4>, {bytes + state_bytes(moved), bytes}),
-        dropout_kernel<T>, dense.data_as<T>(), result.data_as<T>(), x.numel(),
-        is_aligned(dense.data()), moved, dropout_threshold(p),
-        static_cast<Compute<T>>(1.0 / (1.0 - p)));
+        place.is_part() ? dropout_kernel<T, true> : dropout_kernel<T, false>, dense.data_as<T>(),
+        result.data_as<T>(), x.numel(), is_aligned(dense.data()), moved, place, place.in_draws(),
+        dropout_threshold(p), static_cast<Compute<T>>(1.0 / (1.0 - p)));
   });
   return result;
 }

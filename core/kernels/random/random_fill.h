@@ -13,6 +13,7 @@
 #pragma once
 
 #include <tessera/core/isa.h>
+#include <tessera/core/kernels/random/draw_place.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/tensor.h>
 
@@ -46,12 +47,13 @@ Tensor random_permutation(int64_t size, RandomStream stream);
 Tensor random_choice(const Tensor& weights, int64_t count, bool replacement, RandomStream stream);
 
 // x: floating; result like x. Keeps an element with probability 1 - p and divides it by 1 - p. The
-// same stream keeps the same elements, whatever the dtype.
-Tensor dropout(const Tensor& x, double p, RandomStream stream);
+// same stream keeps the same elements, whatever the dtype, and of a part those that it keeps of the
+// whole. On a GPU a part whose runs are no multiples of four draws for each element.
+Tensor dropout(const Tensor& x, double p, RandomStream stream, const DrawPlace& place = {});
 
 // The loops of random_fill_simd.cpp: elements [begin, end) of a contiguous array, `begin` a
-// multiple of 4. Element i takes the numbers of element i + first, `first` a multiple of 4 too. T:
-// double, float, f16, bf16.
+// multiple of 4. Element i takes the numbers of element i + first, `first` a multiple of 4 too; in
+// dropout both may be any. T: double, float, f16, bf16.
 TS_SIMD_DECLARE(template <class T> void uniform_range(T* x, int64_t begin, int64_t end,
                                                       RandomStream stream, int64_t first,
                                                       double low, double high))
@@ -59,7 +61,7 @@ TS_SIMD_DECLARE(template <class T> void normal_range(T* x, int64_t begin, int64_
                                                      RandomStream stream, int64_t first,
                                                      double mean, double std))
 TS_SIMD_DECLARE(template <class T> void dropout_range(const T* x, T* y, int64_t begin, int64_t end,
-                                                      RandomStream stream, double p))
+                                                      RandomStream stream, int64_t first, double p))
 // Philox blocks [first, first + count) as 4 * count numbers.
 TS_SIMD_DECLARE(void philox_range(uint32_t* bits, RandomStream stream, uint64_t first,
                                   int64_t count))

@@ -227,9 +227,9 @@ Tensor random_choice(const Tensor& weights, int64_t count, bool replacement, Ran
   return result;
 }
 
-Tensor dropout(const Tensor& x, double p, RandomStream stream) {
+Tensor dropout(const Tensor& x, double p, RandomStream stream, const DrawPlace& place) {
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::dropout>("dropout", x.device(), x, p, stream);
+    return on_cuda<kernels::dropout>("dropout", x.device(), x, p, stream, place);
   }
   Tensor result = raw::empty(x.shape(), x.dtype(), x.device());
   dispatch_floating(x.dtype(), "dropout", [&]<class T>() {
@@ -237,8 +237,12 @@ Tensor dropout(const Tensor& x, double p, RandomStream stream) {
     const Tensor dense = contiguous(x);
     const T* source = dense.data_as<T>();
     T* target = result.data_as<T>();
+    const int64_t run = place.run(dense.numel());
     parallel_for(dense.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
-      TS_SIMD_CALL(dropout_range, source, target, begin, end, stream, p);
+      for (int64_t i = begin, stop; i < end; i = stop) {
+        stop = std::min(end, (i / run + 1) * run);
+        TS_SIMD_CALL(dropout_range, source, target, i, stop, stream, place.number_of(i) - i, p);
+      }
     });
   });
   return result;

@@ -167,18 +167,23 @@ void normal_range(T* x, int64_t begin, int64_t end, RandomStream stream, int64_t
 }
 
 template <class T>
-void dropout_range(const T* x, T* y, int64_t begin, int64_t end, RandomStream stream, double p) {
+void dropout_range(const T* x, T* y, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                   double p) {
   const uint32_t dropped = dropout_threshold(p);
   const auto scale = static_cast<Compute<T>>(1.0 / (1.0 - p));
-  for_each_chunk<1>(begin, end, stream, 0, [&](const uint32_t* bits, int64_t i, int64_t n) {
-    dropout_chunk(bits, x + i, y + i, n, dropped, scale);
-  });
+  alignas(64) uint32_t bits[kChunk + 4];
+  for (int64_t i = begin; i < end; i += kChunk) {
+    const int64_t n = end - i < kChunk ? end - i : kChunk;
+    const int64_t before = (i + first) % 4;  // of a block's four
+    philox_range(bits, stream, static_cast<uint64_t>(i + first) / 4, (before + n + 3) / 4);
+    dropout_chunk(bits + before, x + i, y + i, n, dropped, scale);
+  }
 }
 
 #define TS_INSTANTIATE(T)                                                                   \
   template void uniform_range(T*, int64_t, int64_t, RandomStream, int64_t, double, double); \
   template void normal_range(T*, int64_t, int64_t, RandomStream, int64_t, double, double);  \
-  template void dropout_range(const T*, T*, int64_t, int64_t, RandomStream, double);
+  template void dropout_range(const T*, T*, int64_t, int64_t, RandomStream, int64_t, double);
 TS_INSTANTIATE(double)
 TS_INSTANTIATE(float)
 TS_INSTANTIATE(f16)
