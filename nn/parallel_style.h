@@ -15,12 +15,13 @@
 namespace tessera::nn {
 
 enum class ParallelStyle : uint8_t {
-  kWhole,       // all ranks calculate alike
+  kWhole,       // all ranks calculate alike, of all tokens
   kColumnwise,  // Linear: its outputs are cut, in `blocks` equal blocks each
   kRowwise,     // Linear: its inputs are cut; the result is a summand until it leaves the module
   kVocabulary,  // Embedding: the rows are cut
   kLossHead,    // Linear of a loss: the logits are cut, and stay so for linear_cross_entropy
   kSequence,    // norms, dropout, tables of positions: each rank its tokens
+  kHeads,       // norms over the width of a head: each rank those of its heads
 };
 
 struct StyledModules {

@@ -43,6 +43,8 @@ std::string_view style_name(ParallelStyle style) {
       return "kLossHead";
     case ParallelStyle::kSequence:
       return "kSequence";
+    case ParallelStyle::kHeads:
+      return "kHeads";
   }
   return "?";
 }
@@ -80,17 +82,27 @@ class Rowwise final : public StyleBoundary {
   }
 };
 
+// Calculates with all tokens, and as one process does.
+class Whole final : public StyleBoundary {
+ public:
+  using StyleBoundary::StyleBoundary;
+  Tensor enter(const Tensor& x) const override { return convert(x, axis_, Mark::invariant()); }
+  bool enters_as_is() const override { return false; }
+};
+
 class Sequence final : public StyleBoundary {
  public:
-  Sequence(std::string axis, int dim_from_end)
-      : StyleBoundary(std::move(axis), true), dim_from_end_(dim_from_end) {}
+  Sequence(std::string axis, bool of_table)
+      : StyleBoundary(std::move(axis), true), of_table_(of_table) {}
   Tensor enter(const Tensor& x) const override {
-    return convert(x, axis_, Mark::shard(x.dim() - dim_from_end_));
+    // One index that stands for all tokens does so for a rank's.
+    if (of_table_ && x.numel() == 1) return x;
+    return convert(x, axis_, Mark::shard(x.dim() - (of_table_ ? 1 : 2)));
   }
   bool enters_as_is() const override { return false; }
 
  private:
-  const int dim_from_end_;
+  const bool of_table_;  // x is an index
 };
 
 class Vocabulary final : public StyleBoundary {
@@ -208,6 +220,7 @@ class Division {
     const StyledModules& entry = styled.entry;
     switch (entry.style) {
       case ParallelStyle::kWhole:
+        if (sequence_) set(styled, std::make_shared<Whole>(axis_, sequence_));
         return;
       case ParallelStyle::kColumnwise: {
         const auto& layer = as<nn::Linear>(styled);
@@ -226,14 +239,14 @@ class Division {
       case ParallelStyle::kVocabulary: {
         const auto& table = as<nn::Embedding>(styled);
         const VocabularyPart part = part_of(styled, table.num_embeddings);
-        cut(styled, "weight", table.weight, Mark::shard(0));
+        cut(styled, "weight", table.weight, rows_of(part));
         return set(styled, std::make_shared<Vocabulary>(part, sequence_));
       }
       case ParallelStyle::kLossHead: {
         const auto& layer = as<nn::Linear>(styled);
         const VocabularyPart part = part_of(styled, layer.out_features);
-        cut(styled, "weight", layer.weight, Mark::shard(0));
-        cut(styled, "bias", layer.bias, Mark::shard(0));
+        cut(styled, "weight", layer.weight, rows_of(part));
+        cut(styled, "bias", layer.bias, rows_of(part));
         return set(styled, std::make_shared<LossHead>(part, sequence_));
       }
       case ParallelStyle::kSequence: {
@@ -245,11 +258,16 @@ class Division {
                     kWhere, "kSequence serves LayerNorm, RMSNorm, Dropout and Embedding; '",
                     styled.name, "' is a ", styled.module->type_name());
         if (!sequence_) return;
-        for (const auto& [name, parameter] : styled.module->named_parameters()) {
-          lay(joined(styled.name, name), parameter, Mark::replicated());
-        }
-        return set(styled, std::make_shared<Sequence>(axis_, is_table ? 1 : 2));
+        replicate_parameters(styled);
+        return set(styled, std::make_shared<Sequence>(axis_, is_table));
       }
+      case ParallelStyle::kHeads:
+        TS_CHECK_AS(ConfigError,
+                    dynamic_cast<nn::LayerNorm*>(styled.module) != nullptr ||
+                        dynamic_cast<nn::RMSNorm*>(styled.module) != nullptr,
+                    kWhere, "kHeads serves LayerNorm and RMSNorm; '", styled.name, "' is a ",
+                    styled.module->type_name());
+        return replicate_parameters(styled);
     }
   }
 
@@ -281,6 +299,18 @@ class Division {
     TS_CHECK_AS(ConfigError, end > begin, kWhere, "the ", entries, " entries of '", styled.name,
                 "' are too few for ", ranks_, " ranks");
     return {axis_, chunk_of(entries, ranks_, rank_).first, entries};
+  }
+
+  void replicate_parameters(const Styled& styled) const {
+    for (const auto& [name, parameter] : styled.module->named_parameters()) {
+      lay(joined(styled.name, name), parameter, Mark::replicated());
+    }
+  }
+
+  Mark rows_of(const VocabularyPart& part) const {
+    Mark rows = Mark::shard(0);
+    rows.uneven = part.whole % ranks_ != 0;
+    return rows;
   }
 
   static std::string joined(const std::string& module, const std::string& name) {

@@ -19,10 +19,13 @@
 // | kLossHead   | weight: Shard(0)         | as replicated       | as invariant: all logits;   |
 // |             |                          |                     | of a loss none              |
 // | kSequence   | whole                    | as it is            | as it is                    |
+// | kHeads      | whole, replicated        | as it is            | as it is                    |
+// | kWhole      | whole                    | as it is            | as it is                    |
 //
 // With `sequence` what leaves as invariant above leaves as a shard of the tokens, the last dimension
-// but one, and kSequence modules take it so: their parameters are copies whose gradients are
-// summands, which are added up when the backward ends.
+// but one, and kSequence modules take it so; kWhole ones gather it. Parameters of kHeads, and with
+// `sequence` of kSequence, are copies whose gradients are summands, which are added up when the
+// backward ends.
 //
 // In calls of the model its modules see plain tensors with marks, this rank's parts; outside of
 // them parameters and gradients are DTensors, so that optimizers, clip_grad_norm(), state_dict() and

@@ -146,6 +146,12 @@ std::vector<StyledModules> Bert::parallel_styles() const {
   styles.push_back({"bert.encoder.layer.*.attention.output.dense", kRowwise});
   styles.push_back({"bert.encoder.layer.*.intermediate.dense", kColumnwise});
   styles.push_back({"bert.encoder.layer.*.output.dense", kRowwise});
+  for (const char* table : {"position_embeddings", "token_type_embeddings", "LayerNorm"}) {
+    styles.push_back({std::string("bert.embeddings.") + table, kSequence});
+  }
+  styles.push_back({"bert.encoder.layer.*.attention.output.LayerNorm", kSequence});
+  styles.push_back({"bert.encoder.layer.*.output.LayerNorm", kSequence});
+  styles.push_back({"bert.pooler", kWhole});  // of the first token
   return styles;
 }
 

@@ -157,17 +157,22 @@ LlamaOutput Llama::forward(const Tensor& tokens, const Tensor& targets, bool las
 
 std::vector<StyledModules> Llama::parallel_styles() const {
   using enum ParallelStyle;
-  return {{"model.embed_tokens", kVocabulary},
-          {"model.layers.*.*_layernorm", kSequence},
-          {"model.layers.*.self_attn.q_proj", kColumnwise, 1, config.heads},
-          {"model.layers.*.self_attn.k_proj", kColumnwise, 1, config.keys()},
-          {"model.layers.*.self_attn.v_proj", kColumnwise, 1, config.keys()},
-          {"model.layers.*.self_attn.o_proj", kRowwise},
-          {"model.layers.*.mlp.gate_proj", kColumnwise},
-          {"model.layers.*.mlp.up_proj", kColumnwise},
-          {"model.layers.*.mlp.down_proj", kRowwise},
-          {"model.norm", kSequence},
-          {"lm_head", kLossHead}};
+  std::vector<StyledModules> styles{
+      {"model.embed_tokens", kVocabulary},
+      {"model.layers.*.*_layernorm", kSequence},
+      {"model.layers.*.self_attn.q_proj", kColumnwise, 1, config.heads},
+      {"model.layers.*.self_attn.k_proj", kColumnwise, 1, config.keys()},
+      {"model.layers.*.self_attn.v_proj", kColumnwise, 1, config.keys()},
+      {"model.layers.*.self_attn.o_proj", kRowwise},
+      {"model.layers.*.mlp.gate_proj", kColumnwise},
+      {"model.layers.*.mlp.up_proj", kColumnwise},
+      {"model.layers.*.mlp.down_proj", kRowwise},
+      {"model.norm", kSequence},
+      {"lm_head", kLossHead}};
+  if (config.head_norms) {
+    styles.push_back({"model.layers.*.self_attn.*_norm", kHeads});
+  }
+  return styles;
 }
 
 }  // namespace tessera::nn::models

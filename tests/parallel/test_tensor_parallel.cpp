@@ -58,41 +58,46 @@ Training training_of(std::unique_ptr<Model> model,
   return {std::move(model),
           [&reference, loss](const Batch& batch) { return loss(reference, batch); }};
 }
-std::unique_ptr<nn::models::Gpt> tiny_model() {
+std::unique_ptr<nn::models::Gpt> tiny_model(double dropout = 0) {
   manual_seed(1);
-  auto model = std::make_unique<nn::models::Gpt>(kTiny);
+  nn::models::GptConfig config = kTiny;
+  config.dropout = dropout;
+  auto model = std::make_unique<nn::models::Gpt>(config);
   model->to(kF64);
   return model;
 }
-Training gpt(nn::models::Logits logits = nn::models::Logits::kWithoutLoss) {
-  return training_of<nn::models::Gpt>(tiny_model(),
+Training gpt(nn::models::Logits logits = nn::models::Logits::kWithoutLoss, double dropout = 0) {
+  return training_of<nn::models::Gpt>(tiny_model(dropout),
                                       [logits](nn::models::Gpt& model, const Batch& b) {
                                         return model(b.inputs, b.targets, logits).loss;
                                       });
 }
-Training llama() {
+Training llama(bool head_norms = false) {
   manual_seed(1);
-  auto model = std::make_unique<nn::models::Llama>(nn::models::LlamaConfig{.vocab_size = 51,
-                                                                           .width = 32,
-                                                                           .inner = 24,
-                                                                           .layers = 2,
-                                                                           .heads = 4,
-                                                                           .kv_heads = 2,
-                                                                           .tied = false,
-                                                                           .qkv_bias = true});
+  auto model =
+      std::make_unique<nn::models::Llama>(nn::models::LlamaConfig{.vocab_size = 51,
+                                                                  .width = 32,
+                                                                  .inner = 24,
+                                                                  .layers = 2,
+                                                                  .heads = 4,
+                                                                  .kv_heads = 2,
+                                                                  .tied = false,
+                                                                  .qkv_bias = true,
+                                                                  .head_norms = head_norms});
   return training_of<nn::models::Llama>(
       std::move(model),
       [](nn::models::Llama& model, const Batch& b) { return model(b.inputs, b.targets).loss; });
 }
-Training bert() {
+Training bert(double dropout = 0) {
   manual_seed(1);
-  auto model = std::make_unique<nn::models::Bert>(nn::models::BertConfig{.vocab_size = 51,
-                                                                         .width = 32,
-                                                                         .layers = 2,
-                                                                         .heads = 4,
-                                                                         .context = 16,
-                                                                         .dropout = 0,
-                                                                         .attention_dropout = 0});
+  auto model =
+      std::make_unique<nn::models::Bert>(nn::models::BertConfig{.vocab_size = 51,
+                                                                .width = 32,
+                                                                .layers = 2,
+                                                                .heads = 4,
+                                                                .context = 16,
+                                                                .dropout = dropout,
+                                                                .attention_dropout = dropout});
   return training_of<nn::models::Bert>(
       std::move(model), [](nn::models::Bert& model, const Batch& b) {
         return model(b.inputs, {}, b.inputs.select(1, 0).remainder(2)).loss;
@@ -196,8 +201,24 @@ TEST(TensorParallel, LossesGradientsAndParametersAreThoseOfOneProcess) {
 }
 
 TEST(TensorParallel, SoAreThoseOfLlamaAndBert) {
-  for (const bool sequence : {false, true}) compare_with_one_process(llama, sgd, 2, sequence);
-  compare_with_one_process(bert, sgd, 2, false);
+  for (const bool sequence : {false, true}) {
+    for (const bool head_norms : {false, true}) {
+      compare_with_one_process([&] { return llama(head_norms); }, sgd, 2, sequence);
+    }
+    compare_with_one_process([] { return bert(); }, sgd, 2, sequence);
+  }
+}
+
+// Residuals drop by tokens, attention by heads: each element as in one process.
+TEST(TensorParallel, DropoutDrawsByThePlaceInTheWhole) {
+  constexpr auto kLoss = nn::models::Logits::kWithoutLoss;
+  for (const bool sequence : {false, true}) {
+    for (const bool recompute : {false, true}) {
+      compare_with_one_process([] { return gpt(kLoss, 0.3); }, sgd, 2, sequence, recompute);
+    }
+    compare_with_one_process([] { return gpt(kLoss, 0.3); }, sgd, 4, sequence);
+    compare_with_one_process([] { return bert(0.3); }, sgd, 2, sequence);
+  }
 }
 
 TEST(TensorParallel, WholeLogitsAndRecomputedBlocksGiveTheSame) {
@@ -347,12 +368,42 @@ TEST(TensorParallel, AWrongCompositionDoesNotRun) {
     const Tensor tokens = convert(ones({2, 4, 4}), "tp", Mark::shard(1));
     EXPECT_TRUE(mentions(message_of([&] { tokens + ones({2, 4}); }), "one rank has a part"));
     EXPECT_TRUE(mentions(message_of([&] { softmax(tokens, 1); }), "goes along the dimension"));
-    EXPECT_TRUE(mentions(message_of([&] { dropout(tokens, 0.5); }), "random numbers"));
+    const Tensor uneven = convert(ones({2, 5}), "tp", Mark::shard(1), {.uneven = true});
+    EXPECT_TRUE(mentions(message_of([&] { dropout(relu(uneven), 0.5); }),
+                         "random numbers go by the place of an element in the whole, and its "
+                         "chunks differ in length"));
+    EXPECT_TRUE(mentions(message_of([&] { rand_like(tokens); }), "a part of a tensor"));
+    EXPECT_TRUE(mentions(message_of([&] { convert(uneven, "tp", Mark::replicated()); }),
+                         "give the whole .length"));
     nn::LayerNorm norm(4);
     const std::string whole = message_of([&] { norm(tokens); });
     EXPECT_TRUE(mentions(whole, "its gradient would be a summand that nobody adds")) << whole;
     EXPECT_TRUE(mentions(whole, "style kSequence")) << whole;
   });
+}
+
+// Another thread's context has no compute mesh to check by.
+TEST(TensorParallel, OpsOfAContextWithoutAComputeMeshRefuseMarkedOperands) {
+  Tensor part, loss;
+  compared_ranks(2, [&](int rank) {
+    Mesh mesh(world(), {{"tp", 2}});
+    use_compute_mesh(mesh);
+    const Tensor x = convert(ones({4, 4}), "tp", Mark::shard(1)).set_requires_grad();
+    if (rank == 0) part = x, loss = mul(x, x);
+  });
+  Context other;
+  const ContextGuard guard(other);
+  const std::string refusal = message_of<UnsupportedError>([&] { part + part; });
+  EXPECT_TRUE(mentions(refusal, "add: ") && mentions(refusal, "no compute mesh")) << refusal;
+  EXPECT_THROW(zeros_like(part), UnsupportedError);
+  EXPECT_THROW(dropout(part, 0.5), UnsupportedError);
+  {
+    const NoGradGuard no_grad;
+    EXPECT_THROW(part.mul_(2), UnsupportedError);
+  }
+  // Backward goes where it is asked for: forward was checked.
+  loss.backward(ones({4, 2}));
+  EXPECT_EQ(part.grad().to_vector(), std::vector<double>(8, 2));
 }
 
 }  // namespace
