@@ -743,6 +743,13 @@ struct AttentionOptions {
   // others are padding, which is hidden and skipped. An IndexError if one is not in [1, S], for
   // lengths on a GPU at its next synchronization.
   Tensor lengths = {};
+  // i32 [B, T], instead of a mask, lengths or causal: query t of sample b sees the keys
+  // starts[b][t] .. ends[b][t] - 1, and none where these are equal. Without starts keys begin at 0;
+  // without ends a query sees no key behind its own place t. What is not seen is skipped, so that
+  // packed documents (nn/transformer/documents.h), windows and prefixes cost what their queries
+  // see. An IndexError unless 0 <= start <= end <= S, and start <= t where ends are absent; for
+  // bounds on a GPU at its next synchronization.
+  Tensor starts = {}, ends = {};
   double dropout = 0;
   bool causal = false;
   std::optional<double> scale = {};  // default 1 / sqrt(E)

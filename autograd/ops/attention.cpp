@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
@@ -10,6 +11,7 @@
 #include <tessera/autograd/ops/dropout_at.h>
 #include <tessera/core/context.h>
 #include <tessera/core/kernels/attention/attention.h>
+#include <tessera/core/kernels/attention/attention_pieces.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
@@ -44,6 +46,27 @@ void check_lengths(const Op& op, const Tensor& lengths, const Tensor& like, int6
   TS_CHECK_SHAPE(keys > 0 || like.size(0) == 0, op, "there are no keys to have lengths of");
 }
 
+void check_bounds(const Op& op, const AttentionOptions& options, const Tensor& like, int64_t B,
+                  int64_t T) {
+  if (!options.starts.defined() && !options.ends.defined()) return;
+  const std::pair<const char*, const Tensor&> both[] = {{"starts", options.starts},
+                                                        {"ends", options.ends}};
+  for (const auto& [name, bounds] : both) {
+    if (!bounds.defined()) continue;
+    check_beside(op, name, bounds);
+    TS_CHECK_DTYPE(bounds.dtype() == kI32, op, "expects ", name, " of i32; got ", bounds,
+                   "; convert them with to(kI32)");
+    TS_CHECK_DEVICE(bounds.device() == like.device(), op, "the ", name, " are ", bounds,
+                    ", the query ", like);
+    TS_CHECK_SHAPE(bounds.shape() == (Shape{B, T}), op, "expects ", name, " of [", B, ", ", T,
+                   "], one a query; got ", bounds);
+  }
+  TS_CHECK(!options.mask.defined() && !options.lengths.defined(), op,
+           "takes starts and ends, or a mask or lengths; let the ends hide what these hide");
+  TS_CHECK(!options.causal || !options.ends.defined(), op,
+           "takes ends or causal, not both; without ends a query sees no key behind its own place");
+}
+
 void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
                   const AttentionOptions& options) {
   TS_CHECK_SHAPE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, kAttention,
@@ -62,6 +85,7 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
   TS_CHECK(options.dropout >= 0 && options.dropout <= 1, kAttention,
            "dropout must be in [0, 1]; got ", options.dropout);
   check_lengths(kAttention, options.lengths, q, k.size(2));
+  check_bounds(kAttention, options, q, q.size(0), q.size(2));
   const Tensor& mask = options.mask;
   if (!mask.defined()) return;
   check_beside(kAttention, "mask", mask);
@@ -100,12 +124,14 @@ kernels::AttentionSpec spec_of(const Op& op, const AttentionOptions& options, co
   const int64_t width = x.size(-1);
   kernels::AttentionSpec spec{
       .scale = options.scale ? *options.scale : 1 / std::sqrt(static_cast<double>(width)),
-      .causal = options.causal,
+      .causal = options.causal || (options.starts.defined() && !options.ends.defined()),
       .dropout = options.dropout,
       .stream = options.dropout > 0 ? (options.stream ? *options.stream : next_random_stream())
                                     : RandomStream{},
       .mask = options.mask,
       .lengths = options.lengths,
+      .starts = options.starts,
+      .ends = options.ends,
       .policy = Context::current().slot<kernels::AttentionPolicy>()};
   if (spec.dropout > 0) spec.place = place_of(op, x, dims);
   spec.policy.equal_dropout |= spec.place.is_part();
@@ -114,19 +140,27 @@ kernels::AttentionSpec spec_of(const Op& op, const AttentionOptions& options, co
 constexpr QueryDims kQuery{.batch = 0, .query = 2, .head = 1},
     kPacked{.batch = 0, .query = 1, .head = 3};
 
-// Pairs of a query and a key that it sees; an explicit mask hides none of them.
-double visible_pairs(const Tensor& q, const Tensor& k, bool causal) {
+// Pairs of a query and a key that it sees; an explicit mask hides none of them, nor do bounds that
+// the host cannot read.
+double visible_pairs(const Tensor& q, const Tensor& k, const kernels::AttentionSpec& spec) {
+  const bool causal = spec.causal;
+  const Tensor& bounds = spec.ends.defined() ? spec.ends : spec.starts;
+  if (bounds.defined() && bounds.device().is_cpu()) {
+    return static_cast<double>(q.size(1)) * kernels::ranged_pairs(spec, q.size(2), k.size(2));
+  }
   const auto T = static_cast<double>(q.size(2)), S = static_cast<double>(k.size(2));
   const double rising = std::min(T, S);  // rows that see one key more than the one before
   const double pairs = causal ? rising * (rising + 1) / 2 + (T - rising) * S : T * S;
   return static_cast<double>(q.size(0) * q.size(1)) * pairs;
 }
-double attention_flops(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  return 2 * visible_pairs(q, k, causal) * static_cast<double>(q.size(3) + v.size(3));
+double attention_flops(const Tensor& q, const Tensor& k, const Tensor& v,
+                       const kernels::AttentionSpec& spec) {
+  return 2 * visible_pairs(q, k, spec) * static_cast<double>(q.size(3) + v.size(3));
 }
 // The scores again, the gradients of probabilities and value, and those of query and key.
-double backward_flops(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  return 2 * visible_pairs(q, k, causal) * static_cast<double>(3 * q.size(3) + 2 * v.size(3));
+double backward_flops(const Tensor& q, const Tensor& k, const Tensor& v,
+                      const kernels::AttentionSpec& spec) {
+  return 2 * visible_pairs(q, k, spec) * static_cast<double>(3 * q.size(3) + 2 * v.size(3));
 }
 
 // [B, H, rows, width] that lies in memory as [B, rows, H, width], as a linear layer wants it.
@@ -173,6 +207,11 @@ Tensor composed_attention(const Tensor& given_q, const Tensor& given_k, const Te
   const Tensor position = arange(0, S, 1, kI64, q.device());
   if (spec.causal) hide(gt(position, unsqueeze(arange(0, T, 1, kI64, q.device()), 1)));
   if (spec.lengths.defined()) hide(ge(position, reshape(spec.lengths, {-1, 1, 1, 1})));
+  const auto each_query = [&](const Tensor& bounds) {
+    return reshape(bounds, {bounds.size(0), 1, bounds.size(1), 1});
+  };
+  if (spec.starts.defined()) hide(lt(position, each_query(spec.starts)));
+  if (spec.ends.defined()) hide(ge(position, each_query(spec.ends)));
   if (hidden.defined()) {
     // A row that sees no key is all 0, with gradients of 0: its softmax must be one of numbers.
     hidden = expand(hidden, scores.shape());
@@ -207,7 +246,7 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
       [&spec](Inputs in, Extras& extras) {
         check_dtypes(kAttention, in[0], in[1], in[2]);
         const auto [output, log_sums] = kernels::attention(in[0], in[1], in[2], spec);
-        count_flops(attention_flops(in[0], in[1], in[2], spec.causal));
+        count_flops(attention_flops(in[0], in[1], in[2], spec));
         if (extras.wanted()) extras.save(log_sums);
         return output;
       },
@@ -221,7 +260,7 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
         const TensorList grads{empty_heads(q), empty_heads(k), empty_heads(v)};
         kernels::attention_backward(dy[0], q, k, v, s.output(), s.extra(0), spec, grads[0],
                                     grads[1], grads[2]);
-        count_flops(backward_flops(q, k, v, spec.causal));
+        count_flops(backward_flops(q, k, v, spec));
         return grads;
       });
 }
@@ -259,6 +298,7 @@ Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
   TS_CHECK(options.dropout >= 0 && options.dropout <= 1, kPackedAttention,
            "dropout must be in [0, 1]; got ", options.dropout);
   check_lengths(kPackedAttention, options.lengths, packed, packed.size(1));
+  check_bounds(kPackedAttention, options, packed, packed.size(0), packed.size(1));
   const kernels::AttentionSpec spec = spec_of(kPackedAttention, options, packed, kPacked);
   return differentiable(
       kPackedAttention, {packed},
@@ -266,7 +306,7 @@ Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
         const Tensor q = part_of(in[0], 0), k = part_of(in[0], 1), v = part_of(in[0], 2);
         check_dtypes(kPackedAttention, q, k, v);
         const auto [output, log_sums] = kernels::attention(q, k, v, spec);
-        count_flops(attention_flops(q, k, v, spec.causal));
+        count_flops(attention_flops(q, k, v, spec));
         if (extras.wanted()) extras.save(log_sums);
         return raw::view(raw::transpose(output, 1, 2),
                          {q.size(0), q.size(2), q.size(1) * q.size(3)});
@@ -286,7 +326,7 @@ Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
         kernels::attention_backward(split_heads(dy[0], heads), q, k, v,
                                     split_heads(s.output(), heads), s.extra(0), spec,
                                     part_of(grad, 0), part_of(grad, 1), part_of(grad, 2));
-        count_flops(backward_flops(q, k, v, spec.causal));
+        count_flops(backward_flops(q, k, v, spec));
         return grad;
       });
 }

@@ -1,6 +1,7 @@
 // ctest instruction sets
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -49,12 +50,17 @@ struct Reference {
     std::vector<double> p(static_cast<size_t>(n.S)), dp(p), keep(p);
     const std::vector<double> lengths =
         spec.lengths.defined() ? spec.lengths.to_vector() : std::vector<double>();
+    const std::vector<double> starts =
+        spec.starts.defined() ? spec.starts.to_vector() : std::vector<double>();
+    const std::vector<double> ends =
+        spec.ends.defined() ? spec.ends.to_vector() : std::vector<double>();
     for (int64_t b = 0; b < n.B; ++b) {
       const double keys = lengths.empty() ? INFINITY : lengths[static_cast<size_t>(b)];
       for (int64_t h = 0; h < n.H; ++h) {
         const int64_t kh = h / (n.H / n.Hk);
         for (int64_t t = 0; t < n.T; ++t) {
           double maximum = -INFINITY, sum = 0, delta = 0;
+          const auto query = static_cast<size_t>(b * n.T + t);
           for (int64_t s = 0; s < n.S; ++s) {
             const size_t i = static_cast<size_t>(s);
             p[i] = 0;
@@ -66,6 +72,8 @@ struct Reference {
             }
             if (spec.causal && s > t) p[i] = -INFINITY;
             if (static_cast<double>(s) >= keys) p[i] = -INFINITY;
+            if (!starts.empty() && static_cast<double>(s) < starts[query]) p[i] = -INFINITY;
+            if (!ends.empty() && static_cast<double>(s) >= ends[query]) p[i] = -INFINITY;
             maximum = std::max(maximum, p[i]);
             const AttentionPlace& of = spec.place;
             const int64_t heads = of.is_part() ? of.heads : n.H;
@@ -245,6 +253,192 @@ TEST(Attention, LengthsHideThePaddingOfASample) {
   const Tensor x = random_tensor({2, 1, 3, 4}, kF32, 1);
   for (const std::vector<int64_t>& wrong : {std::vector<int64_t>{3, 0}, {4, 1}, {-1, 1}}) {
     EXPECT_THROW(attention(x, x, x, {.lengths = lengths(wrong, kI64)}), IndexError);
+  }
+}
+
+// ---- Ranges of keys -----------------------------------------------------------------------------
+
+Tensor i32_rows(const std::vector<std::vector<int32_t>>& rows) {
+  const auto T = static_cast<int64_t>(rows[0].size());
+  const Tensor x = raw::empty({static_cast<int64_t>(rows.size()), T}, kI32);
+  for (size_t b = 0; b < rows.size(); ++b) {
+    std::copy(rows[b].begin(), rows[b].end(), x.data_as<int32_t>() + static_cast<int64_t>(b) * T);
+  }
+  return x;
+}
+
+// Of documents of these lengths, one row of them a sample.
+struct Bounds {
+  Tensor starts, ends;
+  explicit Bounds(const std::vector<std::vector<int32_t>>& lengths) {
+    std::vector<std::vector<int32_t>> first(lengths.size()), last(lengths.size());
+    for (size_t b = 0; b < lengths.size(); ++b) {
+      for (const int32_t length : lengths[b]) {
+        const auto at = static_cast<int32_t>(first[b].size());
+        first[b].insert(first[b].end(), static_cast<size_t>(length), at);
+        last[b].insert(last[b].end(), static_cast<size_t>(length), at + length);
+      }
+    }
+    starts = i32_rows(first);
+    ends = i32_rows(last);
+  }
+};
+
+// ranges[b][t] by a function of (b, t).
+template <class F>
+Tensor bounds_of(int64_t B, int64_t T, F&& f) {
+  std::vector<std::vector<int32_t>> rows(static_cast<size_t>(B));
+  for (int64_t b = 0; b < B; ++b) {
+    for (int64_t t = 0; t < T; ++t) {
+      rows[static_cast<size_t>(b)].push_back(static_cast<int32_t>(f(b, t)));
+    }
+  }
+  return i32_rows(rows);
+}
+
+TEST(AttentionRanges, DocumentsMatchTheDefinition) {
+  const Bounds bounds({{40, 1, 7, 66, 36}, {9, 32, 32, 64, 13}});
+  for (DType dtype : kDTypes) {
+    expect_attention({2, 2, 1, 150, 150, 8, 12}, dtype, {.causal = true, .starts = bounds.starts});
+    expect_attention({2, 1, 1, 150, 150, 12, 8}, dtype,
+                     {.starts = bounds.starts, .ends = bounds.ends});
+    expect_attention({2, 1, 1, 150, 150, 8, 8}, dtype,
+                     {.causal = true, .dropout = 0.3, .stream = {7, 9}, .starts = bounds.starts});
+  }
+}
+
+TEST(AttentionRanges, WindowsPrefixesAndGapsMatchTheDefinition) {
+  const int64_t B = 2, T = 131;
+  const Tensor window =
+      bounds_of(B, T, [](int64_t b, int64_t t) { return std::max<int64_t>(t - 40 * b - 8, 0); });
+  const Tensor both_sides =
+      bounds_of(B, T, [](int64_t, int64_t t) { return std::min<int64_t>(t + 20, 131); });
+  const Tensor prefix = bounds_of(B, T, [](int64_t b, int64_t t) {
+    return std::min<int64_t>(std::max<int64_t>(50 * b + 3, t + 1), 90);
+  });
+  // Queries 20 to 59 see nothing, and nobody sees keys 100 to 130.
+  const Tensor from = bounds_of(B, T, [](int64_t, int64_t t) {
+    return t >= 20 && t < 60 ? 70 : t < 20 ? 0 : 33;
+  });
+  const Tensor to = bounds_of(B, T, [](int64_t, int64_t t) {
+    return t >= 20 && t < 60 ? 70 : t < 20 ? 9 : 100;
+  });
+  const Tensor all = bounds_of(B, T, [](int64_t, int64_t) { return 200; });
+  const Tensor nothing = bounds_of(B, T, [](int64_t, int64_t) { return 5; });
+  const Tensor rising =
+      bounds_of(B, T, [](int64_t, int64_t t) { return std::clamp<int64_t>(t - 3, 0, 60); });
+  for (DType dtype : kDTypes) {
+    expect_attention({B, 2, 1, T, T, 8, 12}, dtype, {.causal = true, .starts = window});
+    expect_attention({B, 1, 1, T, T, 8, 8}, dtype,
+                     {.dropout = 0.3, .stream = {7, 9}, .starts = window, .ends = both_sides});
+    expect_attention({B, 1, 1, T, 90, 8, 8}, dtype, {.ends = prefix});
+    expect_attention({B, 1, 1, T, T, 8, 8}, dtype, {.starts = from, .ends = to});
+    expect_attention({B, 1, 1, T, 200, 8, 8}, dtype, {.ends = all});
+    expect_attention({B, 1, 1, T, T, 8, 8}, dtype, {.starts = nothing, .ends = nothing});
+    expect_attention({B, 1, 1, T, 40, 8, 8}, dtype, {.causal = true, .starts = rising});
+  }
+}
+
+TEST(AttentionRanges, FewQueriesMatchTheDefinition) {
+  const auto of = [](int64_t T, auto&& f) { return bounds_of(2, T, f); };
+  const Tensor from = of(5, [](int64_t b, int64_t t) { return 10 * t + 60 * b; });
+  const Tensor to = of(5, [](int64_t, int64_t t) { return t == 2 ? 131 : 110 + t; });
+  const Tensor none = of(5, [](int64_t, int64_t) { return 131; });
+  const Tensor start = of(8, [](int64_t, int64_t t) { return t / 3 * 3; });
+  for (DType dtype : kDTypes) {
+    expect_attention({2, 6, 2, 5, 131, 20, 12}, dtype, {.starts = from, .ends = to});
+    expect_attention({2, 4, 2, 5, 131, 16, 16}, dtype,
+                     {.dropout = 0.3, .stream = {7, 9}, .starts = from, .ends = to});
+    expect_attention({2, 2, 2, 5, 131, 16, 16}, dtype, {.starts = from, .ends = none});
+    expect_attention({2, 2, 2, 5, 131, 16, 16}, dtype, {.starts = none, .ends = none});
+    expect_attention({2, 6, 2, 8, 8, 16, 16}, dtype, {.causal = true, .starts = start});
+  }
+}
+
+struct Attended {
+  Tensor output, log_sums, query, key, value;  // gradients of the latter
+  Attended(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, AttentionSpec spec) {
+    spec.scale = 0.25;
+    const AttentionResult result = attention(q, k, v, spec);
+    output = result.output;
+    log_sums = result.log_sums;
+    query = raw::empty(q.shape(), q.dtype());
+    key = raw::empty(k.shape(), k.dtype());
+    value = raw::empty(v.shape(), v.dtype());
+    attention_backward(g, q, k, v, output, log_sums, spec, query, key, value);
+  }
+};
+
+// In every dtype a packed document has the bits of the document alone, forward and backward, and
+// so they do not depend on what stands beside it.
+TEST(AttentionRanges, ADocumentHasTheBitsOfTheDocumentAlone) {
+  const std::vector<int32_t> lengths{33, 5, 64, 1, 100, 8, 39};
+  const Bounds bounds({lengths});
+  const Shape shape{1, 2, 250, 16};
+  for (DType dtype : kDTypes) {
+    for (const bool causal : {true, false}) {
+      const Tensor q = random_tensor(shape, dtype, 1), k = random_tensor(shape, dtype, 2);
+      const Tensor v = random_tensor(shape, dtype, 3), g = random_tensor(shape, dtype, 4);
+      AttentionSpec spec{.causal = causal, .starts = bounds.starts};
+      if (!causal) spec.ends = bounds.ends;
+      const Attended packed(q, k, v, g, spec);
+      int64_t at = 0;
+      for (const int32_t length : lengths) {
+        const auto part = [&](const Tensor& x) { return raw::narrow(x, 2, at, length); };
+        const Attended alone(part(q), part(k), part(v), part(g), {.causal = causal});
+        const std::pair<Tensor, Tensor> both[] = {{alone.output, part(packed.output)},
+                                                  {alone.query, part(packed.query)},
+                                                  {alone.key, part(packed.key)},
+                                                  {alone.value, part(packed.value)}};
+        for (const auto& [expected, found] : both) {
+          ASSERT_EQ(found.to_vector(), expected.to_vector()) << found << " at " << at;
+        }
+        ASSERT_EQ(raw::narrow(packed.log_sums, 2, at, length).to_vector(),
+                  alone.log_sums.to_vector());
+        at += length;
+      }
+    }
+  }
+}
+
+// What a tile that no query sees holds is not read: NaN there would come through 0 * NaN.
+TEST(AttentionRanges, TilesThatNoQuerySeesAreSkipped) {
+  const int64_t T = 320, kNan = 5;
+  const Shape shape{1, 1, T, 16};
+  const Tensor starts =
+      bounds_of(1, T, [](int64_t, int64_t t) { return std::max<int64_t>(t - 20, 0); });
+  for (DType dtype : kDTypes) {
+    const Tensor q = random_tensor(shape, dtype, 1), k = random_tensor(shape, dtype, 2);
+    const Tensor v = random_tensor(shape, dtype, 3), g = random_tensor(shape, dtype, 4);
+    for (const Tensor& x : {q, k, v, g}) {
+      dispatch_floating(dtype, "test", [&]<class N>() {
+        for (int64_t e = 0; e < 16; ++e) x.data_as<N>()[kNan * 16 + e] = store<N>(NAN);
+      });
+    }
+    const Attended run(q, k, v, g, {.causal = true, .starts = starts});
+    for (const Tensor& x : {run.output, run.query, run.key, run.value}) {
+      EXPECT_TRUE(std::isnan(at(x, 0, 0, kNan, 3)));
+      for (int64_t t = 100; t < T; ++t) ASSERT_TRUE(std::isfinite(at(x, 0, 0, t, 3))) << t;
+    }
+  }
+}
+
+TEST(AttentionRanges, BoundsThatDoNotFitAreIndexErrors) {
+  const Tensor x = random_tensor({2, 1, 3, 4}, kF32, 1);
+  const std::pair<std::vector<std::vector<int32_t>>, std::vector<std::vector<int32_t>>> wrong[] = {
+      {{{0, 0, 0}, {0, 2, 2}}, {}},                      // points ahead
+      {{{0, -1, 0}, {0, 0, 0}}, {}},                     // before the first key
+      {{{0, 0, 0}, {0, 0, 0}}, {{3, 3, 3}, {3, 4, 3}}},  // beyond the last
+      {{{0, 0, 2}, {0, 0, 0}}, {{3, 3, 1}, {3, 3, 3}}},  // ends before it starts
+      {{}, {{3, 3, 3}, {3, -1, 3}}},
+  };
+  for (const auto& [starts, ends] : wrong) {
+    AttentionSpec spec{.causal = ends.empty()};
+    if (!starts.empty()) spec.starts = i32_rows(starts);
+    if (!ends.empty()) spec.ends = i32_rows(ends);
+    EXPECT_THROW(attention(x, x, x, spec), IndexError);
+    const Tensor log_sums = raw::empty({2, 1, 3}, kF32);
+    EXPECT_THROW(attention_backward(x, x, x, x, x, log_sums, spec, x, x, x), IndexError);
   }
 }
 

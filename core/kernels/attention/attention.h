@@ -9,6 +9,10 @@
 // else on AVX-512 BF16, with probabilities rounded to bf16 (gemm.h says how that adds). Shapes are
 // checked by the public ops.
 //
+// On a CPU, queries that share no key with those before them are a problem of their own
+// (attention_pieces.h): a packed document's bits and cost are those of the document alone. Within
+// such a piece whole tiles that no query sees are skipped.
+//
 // On a GPU cuDNN runs it where it can, with probabilities rounded to the operands' dtype and,
 // unless the policy says otherwise, other dropout numbers and an order of sums in backward that
 // changes; else own tiles do, whose bits depend on the operands alone. A single query is theirs
@@ -47,6 +51,9 @@ struct AttentionSpec {
   AttentionPlace place = {};
   Tensor mask = {};     // [B, H, T, S] (expanded), bool or floating; or undefined
   Tensor lengths = {};  // [B] i64 or i32: keys of each sample, 1 to S; or undefined
+  // [B, T] i32, or undefined: query t sees keys from its start on, and before its end. Without a
+  // mask and lengths. A start without ends is for causal.
+  Tensor starts = {}, ends = {};
   AttentionPolicy policy = {};
 };
 

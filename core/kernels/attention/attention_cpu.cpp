@@ -1,8 +1,10 @@
+#include <algorithm>
 #include <vector>
 
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/kernels/attention/attention_head.h>
+#include <tessera/core/kernels/attention/attention_pieces.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/scratch.h>
@@ -27,6 +29,8 @@ AttentionProblem problem_of(const Tensor& query, const Tensor& key, const Tensor
   problem.Hk = key.size(1);
   problem.T = query.size(2);
   problem.S = problem.keys = key.size(2);
+  problem.all_T = problem.T;
+  problem.all_S = problem.S;
   problem.E = query.size(3);
   problem.Ev = value.size(3);
   problem.scale = spec.scale;
@@ -47,20 +51,79 @@ AttentionProblem problem_of(const Tensor& query, const Tensor& key, const Tensor
   return problem;
 }
 
-// Of each sample; empty where all have all keys.
-std::vector<int64_t> lengths_of(const AttentionSpec& spec, int64_t S) {
-  std::vector<int64_t> lengths;
-  if (spec.lengths.defined()) lengths = spec.lengths.to_vector<int64_t>();
-  for (size_t b = 0; b < lengths.size(); ++b) {
-    TS_CHECK_INDEX(lengths[b] >= 1 && lengths[b] <= S, "scaled_dot_product_attention", "sample ", b,
-                   " has a length of ", lengths[b], ", which is not in [1, ", S, "]");
+HeadView from_row(HeadView view, DType dtype, int64_t row) {
+  if (view.data != nullptr) {
+    view.data = static_cast<char*>(view.data) + row * view.row_stride * size_of(dtype);
   }
-  return lengths;
+  return view;
 }
-AttentionProblem of_sample(AttentionProblem problem, const std::vector<int64_t>& lengths,
-                           int64_t b) {
-  if (!lengths.empty()) problem.keys = lengths[static_cast<size_t>(b)];
+
+// The problem that a piece is.
+AttentionProblem of_piece(AttentionProblem problem, const AttentionPieces& pieces,
+                          const AttentionPiece& piece) {
+  for (HeadView* view :
+       {&problem.query, &problem.output, &problem.grad_output, &problem.grad_query}) {
+    *view = from_row(*view, problem.dtype, piece.query);
+  }
+  for (HeadView* view : {&problem.key, &problem.value, &problem.grad_key, &problem.grad_value}) {
+    *view = from_row(*view, problem.dtype, piece.key);
+  }
+  if (piece.ranged) {
+    problem.ranges = pieces.ranges.data() + piece.sample * problem.all_T + piece.query;
+  }
+  problem.first_query = piece.query;
+  problem.first_key = piece.key;
+  problem.T = piece.queries;
+  problem.keys = piece.keys;
+  problem.S = piece.keys + piece.padding;
+  problem.causal = piece.causal;
   return problem;
+}
+
+// Rows of a key head of a piece whose keys are read in place, in parts of kRowsAtOnce.
+int64_t parts_of(const AttentionProblem& p) {
+  return (p.H / p.Hk * p.T + kRowsAtOnce - 1) / kRowsAtOnce;
+}
+
+// Tasks of all pieces in their order.
+class Tasks {
+ public:
+  // tasks_of: of a piece's problem.
+  template <class F>
+  Tasks(const AttentionProblem& whole, const AttentionPieces& pieces, bool backward, F&& tasks_of)
+      : whole_(whole), pieces_(pieces) {
+    for (const AttentionPiece& piece : pieces.pieces) {
+      const AttentionProblem problem = of_piece(whole, pieces, piece);
+      first_.push_back(count_);
+      count_ += tasks_of(problem);
+      bytes_ = std::max<int64_t>(bytes_, TS_SIMD_CALL(attention_scratch_bytes, problem, backward));
+    }
+  }
+  // run(problem, sample, number of the task among its piece's, scratch)
+  template <class F>
+  void run(F&& run) const {
+    Scratch scratch(count_, bytes_);
+    parallel_for(count_, 1, [&](int64_t begin, int64_t end) {
+      char* const slice = scratch.take();
+      for (int64_t i = begin; i < end; ++i) {
+        const auto at = std::upper_bound(first_.begin(), first_.end(), i) - first_.begin() - 1;
+        const AttentionPiece& piece = pieces_.pieces[static_cast<size_t>(at)];
+        run(of_piece(whole_, pieces_, piece), piece.sample, i - first_[static_cast<size_t>(at)],
+            slice);
+      }
+    });
+  }
+
+ private:
+  const AttentionProblem& whole_;
+  const AttentionPieces& pieces_;
+  std::vector<int64_t> first_;  // task of each piece
+  int64_t count_ = 0, bytes_ = 0;
+};
+
+void refuse_bounds_on_gpu(const AttentionSpec& spec) {
+  TS_CHECK_AS(UnsupportedError, !spec.starts.defined() && !spec.ends.defined(),
+              "scaled_dot_product_attention", "starts and ends are for the CPU; give a mask");
 }
 
 }  // namespace
@@ -68,6 +131,7 @@ AttentionProblem of_sample(AttentionProblem problem, const std::vector<int64_t>&
 AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& value,
                           const AttentionSpec& spec) {
   if (query.device().is_cuda()) {
+    refuse_bounds_on_gpu(spec);
     return on_cuda<kernels::attention>("scaled_dot_product_attention", query.device(), query, key,
                                        value, spec);
   }
@@ -78,23 +142,16 @@ AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& 
   if (query.is_meta() || B * H * T == 0) return result;
   const AttentionProblem problem =
       problem_of(query, key, value, result.output, result.log_sums, spec);
-  const std::vector<int64_t> lengths = lengths_of(spec, problem.S);
-  const bool in_place = reads_in_place(problem);
-  const int64_t heads = in_place ? problem.Hk : H;
-  const int64_t rows = in_place ? H / problem.Hk * T : 1;
-  const int64_t parts = in_place ? (rows + kRowsAtOnce - 1) / kRowsAtOnce : 1;
-  const int64_t tasks = B * heads * parts;
-  Scratch scratch(tasks, TS_SIMD_CALL(attention_scratch_bytes, problem, false));
-  parallel_for(tasks, 1, [&](int64_t begin, int64_t end) {
-    char* const slice = scratch.take();
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t b = i / parts / heads, head = i / parts % heads;
-      const AttentionProblem sample = of_sample(problem, lengths, b);
-      if (in_place) {
-        TS_SIMD_CALL(attention_rows, sample, b, head, i % parts * kRowsAtOnce, slice);
-      } else {
-        TS_SIMD_CALL(attention_head, sample, b, head, slice);
-      }
+  const AttentionPieces pieces = attention_pieces(spec, B, T, problem.S);
+  const Tasks tasks(problem, pieces, false, [](const AttentionProblem& p) {
+    return reads_in_place(p) ? p.Hk * parts_of(p) : p.H;
+  });
+  tasks.run([](const AttentionProblem& p, int64_t b, int64_t task, char* scratch) {
+    if (reads_in_place(p)) {
+      const int64_t parts = parts_of(p);
+      TS_SIMD_CALL(attention_rows, p, b, task / parts, task % parts * kRowsAtOnce, scratch);
+    } else {
+      TS_SIMD_CALL(attention_head, p, b, task, scratch);
     }
   });
   return result;
@@ -105,6 +162,7 @@ void attention_backward(const Tensor& grad_output, const Tensor& query, const Te
                         const AttentionSpec& spec, const Tensor& grad_query, const Tensor& grad_key,
                         const Tensor& grad_value) {
   if (query.device().is_cuda()) {
+    refuse_bounds_on_gpu(spec);
     return on_cuda<kernels::attention_backward>("attention", query.device(), grad_output, query,
                                                 key, value, output, log_sums, spec, grad_query,
                                                 grad_key, grad_value);
@@ -116,14 +174,10 @@ void attention_backward(const Tensor& grad_output, const Tensor& query, const Te
   problem.grad_query = view_of(grad_query);
   problem.grad_key = view_of(grad_key);
   problem.grad_value = view_of(grad_value);
-  const std::vector<int64_t> lengths = lengths_of(spec, problem.S);
-  Scratch scratch(B * Hk, TS_SIMD_CALL(attention_scratch_bytes, problem, true));
-  parallel_for(B * Hk, 1, [&](int64_t begin, int64_t end) {
-    char* const slice = scratch.take();
-    for (int64_t i = begin; i < end; ++i) {
-      TS_SIMD_CALL(attention_head_backward, of_sample(problem, lengths, i / Hk), i / Hk, i % Hk,
-                   slice);
-    }
+  const AttentionPieces pieces = attention_pieces(spec, B, problem.T, problem.S);
+  const Tasks tasks(problem, pieces, true, [](const AttentionProblem& p) { return p.Hk; });
+  tasks.run([](const AttentionProblem& p, int64_t b, int64_t head, char* scratch) {
+    TS_SIMD_CALL(attention_head_backward, p, b, head, scratch);
   });
 }
 

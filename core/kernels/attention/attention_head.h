@@ -15,6 +15,10 @@ struct HeadView {  // [B, H, rows, columns], strides in elements
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, column_stride = 0;
 };
 
+struct KeyRange {
+  int32_t begin, end;  // begin == end == 0: none
+};
+
 struct AttentionProblem {
   DType dtype;  // f64, f32, f16, bf16
   Isa isa;  // whose instructions multiply: kAmx tiles, kBf16 pairs of bf16; else f16 and bf16 are
@@ -24,6 +28,9 @@ struct AttentionProblem {
   int64_t keys;  // of S, those that the sample has
   double scale;
   bool causal;
+  const KeyRange* ranges;  // of T queries, or nullptr: all keys, or the causal ones
+  // Where this problem lies in the whole one, of which dropout and log_sums are.
+  int64_t first_query, first_key, all_T, all_S;
   double dropout;
   RandomStream stream;
   AttentionDraws draws;

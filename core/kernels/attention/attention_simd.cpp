@@ -84,8 +84,9 @@ void read_mask(const AttentionProblem& p, int64_t batch, int64_t head, int64_t t
 template <class A>
 void draw_dropout(const AttentionProblem& p, int64_t batch, int64_t head, int64_t t, int64_t first,
                   int64_t count, A* row, int64_t stride) {
-  const int64_t query = (batch * p.draws.heads + head) * p.draws.queries + t;
-  const uint64_t start = static_cast<uint64_t>(p.draws.first + query * p.S + first);
+  const int64_t query = (batch * p.draws.heads + head) * p.draws.queries + p.first_query + t;
+  const uint64_t start =
+      static_cast<uint64_t>(p.draws.first + query * p.all_S + p.first_key + first);
   const float probability = static_cast<float>(p.dropout);
   const A kept = static_cast<A>(p.dropout < 1 ? 1 / (1 - p.dropout) : 0);
   uint32_t numbers[4];
@@ -115,6 +116,58 @@ void store_rows(const A* source, int64_t source_stride, int64_t rows, int64_t co
     }
   }
 }
+
+// The log_sums of a head's queries.
+template <class A>
+A* log_sums_of(const AttentionProblem& p, int64_t batch, int64_t head) {
+  return static_cast<A*>(p.log_sums) + (batch * p.H + head) * p.all_T + p.first_query;
+}
+
+struct Stretch {
+  int64_t begin, end;
+};
+int64_t clamp_to(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
+
+// Keys that some of the queries t .. t + count - 1 see.
+Stretch keys_seen_from(const AttentionProblem& p, int64_t t, int64_t count) {
+  if (p.ranges == nullptr) {
+    return {0, p.causal && t + count < p.keys ? t + count : p.keys};
+  }
+  Stretch seen{p.keys, 0};
+  for (int64_t i = t; i < t + count; ++i) {
+    const KeyRange range = p.ranges[i];
+    if (range.begin == range.end) continue;
+    if (range.begin < seen.begin) seen.begin = range.begin;
+    if (range.end > seen.end) seen.end = range.end;
+  }
+  return seen.begin < seen.end ? seen : Stretch{0, 0};
+}
+
+// The ranges of a block's queries, for whole registers.
+template <int64_t kC>
+struct BlockRanges {
+  int32_t begin[kC] = {}, end[kC] = {};
+  Stretch all;  // keys that every query of the block sees
+
+  BlockRanges(const KeyRange* ranges, int64_t t, int64_t count) : all{0, int64_t{1} << 31} {
+    if (ranges == nullptr) return;
+    for (int64_t c = 0; c < kC; ++c) {
+      const KeyRange range = c < count ? ranges[t + c] : KeyRange{0, 0};
+      begin[c] = range.begin;
+      end[c] = range.end;
+      if (c < count && range.begin > all.begin) all.begin = range.begin;
+      if (c < count && range.end < all.end) all.end = range.end;
+    }
+  }
+  template <class A>
+  void hide(int64_t s, A* TS_RESTRICT row) const {
+    if (s >= all.begin && s < all.end) return;
+    const int32_t key = static_cast<int32_t>(s);
+    for (int64_t c = 0; c < kC; ++c) {
+      row[c] = (key >= begin[c]) & (key < end[c]) ? row[c] : -infinity<A>();
+    }
+  }
+};
 
 // The right-hand panel that `sums` (depth, kColumns) is; depth is padded with zero rows.
 template <class Kernel>
@@ -170,15 +223,19 @@ void forward(const AttentionProblem& p, int64_t batch, int64_t head, void* scrat
                     p.Ev, p.keys, buffers.values);
   for (int64_t t0 = 0; t0 < p.T; t0 += kC) {
     const int64_t count = p.T - t0 < kC ? p.T - t0 : kC;
-    const int64_t keys = p.causal && t0 + count < p.keys ? t0 + count : p.keys;
+    const Stretch seen = keys_seen_from(p, t0, count);
+    // A whole panel of rows begins here.
+    const int64_t first = seen.begin / kR * kR, keys = seen.end - first;
+    const BlockRanges<kC> ranges(p.ranges, t0, count);
     pack_columns<Kernel>(query + t0 * p.query.row_stride, p.query.column_stride, p.query.row_stride,
                          count, p.E, buffers.queries);
     A* const scores = buffers.scores;  // (keys, kC)
-    multiply_panels<Kernel>(round_up(keys, kR), kC, p.E, buffers.keys, buffers.queries, scores, kC,
-                            false);
+    multiply_panels<Kernel>(round_up(keys, kR), kC, p.E,
+                            buffers.keys + first * Kernel::padded_depth(p.E), buffers.queries,
+                            scores, kC, false);
     if (p.has_mask) {
       for (int64_t c = 0; c < count; ++c) {
-        read_mask(p, batch, head, t0 + c, 0, keys, buffers.bias + c, kC);
+        read_mask(p, batch, head, t0 + c, first, keys, buffers.bias + c, kC);
       }
     }
     A maximum[kC], sum[kC];
@@ -196,6 +253,7 @@ void forward(const AttentionProblem& p, int64_t batch, int64_t head, void* scrat
       if (p.causal) {
         for (int64_t c = 0; c < s - t0; ++c) row[c] = -infinity<A>();
       }
+      if (p.ranges != nullptr) ranges.hide(first + s, row);
       for (int64_t c = 0; c < kC; ++c) maximum[c] = row[c] > maximum[c] ? row[c] : maximum[c];
     }
     for (int64_t c = 0; c < kC; ++c) {
@@ -210,16 +268,17 @@ void forward(const AttentionProblem& p, int64_t batch, int64_t head, void* scrat
     }
     if (p.dropout > 0) {
       for (int64_t c = 0; c < count; ++c) {
-        draw_dropout(p, batch, head, t0 + c, 0, keys, buffers.keep + c, kC);
+        draw_dropout(p, batch, head, t0 + c, first, keys, buffers.keep + c, kC);
       }
       for (int64_t i = 0; i < keys * kC; ++i) {
         scores[i] *= i % kC < count ? buffers.keep[i] : A(0);
       }
     }
     const auto* panel = as_panel<Kernel>(scores, keys, buffers.panel);
-    multiply_panels<Kernel>(round_up(p.Ev, kR), kC, keys, buffers.values, panel, buffers.transposed,
-                            kC, false, p.keys);
-    A* log_sums = static_cast<A*>(p.log_sums) + (batch * p.H + head) * p.T + t0;
+    multiply_panels<Kernel>(round_up(p.Ev, kR), kC, keys,
+                            buffers.values + Kernel::padded_depth(first) * kR, panel,
+                            buffers.transposed, kC, false, p.keys);
+    A* log_sums = log_sums_of<A>(p, batch, head) + t0;
     for (int64_t c = 0; c < count; ++c) {
       log_sums[c] =
           sum[c] > 0 ? maximum[c] + math::log(sum[c]) : (sum[c] == 0 ? infinity<A>() : sum[c]);
@@ -270,27 +329,33 @@ struct RowBuffers {
   }
 };
 
-// Turns a row of scores into exp(score - their maximum) and gives the logarithm of the sum, and
-// what outputs are to be multiplied with.
+// Turns a row of scores with the keys `seen` into exp(score - their maximum) and gives the
+// logarithm of the sum, and what outputs are to be multiplied with.
 template <class P>
 typename P::Sum softmax_row(const AttentionProblem& p, const RowBuffers<P>& buffers, int64_t batch,
-                            int64_t head, int64_t t, int64_t keys, typename P::Sum* row,
+                            int64_t head, int64_t t, const Stretch& seen, typename P::Sum* row,
                             typename P::Sum* log_sum) {
   using A = typename P::Sum;
   constexpr int64_t kLanes = RowBuffers<P>::kLanes;
   const A scale = static_cast<A>(p.scale);
-  const int64_t visible = p.causal && t + 1 < keys ? t + 1 : keys, padded = round_up(keys, 64);
+  const int64_t keys = seen.end - seen.begin, padded = round_up(keys, 64);
+  int64_t hidden = 0, visible = p.causal && t + 1 < keys ? t + 1 : keys;
+  if (p.ranges != nullptr) {
+    hidden = clamp_to(p.ranges[t].begin - seen.begin, keys);
+    visible = clamp_to(p.ranges[t].end - seen.begin, keys);
+  }
   A most[kLanes], sums[kLanes];
   for (int64_t i = 0; i < kLanes; ++i) {
     most[i] = -infinity<A>();
     sums[i] = 0;
   }
   if (p.has_mask) {
-    read_mask(p, batch, head, t, 0, keys, buffers.bias, 1);
+    read_mask(p, batch, head, t, seen.begin, keys, buffers.bias, 1);
     for (int64_t s = 0; s < keys; ++s) row[s] = row[s] * scale + buffers.bias[s];
   } else {
     for (int64_t s = 0; s < keys; ++s) row[s] *= scale;
   }
+  for (int64_t s = 0; s < hidden; ++s) row[s] = -infinity<A>();
   for (int64_t s = visible; s < padded; ++s) row[s] = -infinity<A>();
   for (int64_t s = 0; s < padded; s += kLanes) {
 #pragma GCC unroll 1
@@ -307,7 +372,7 @@ typename P::Sum softmax_row(const AttentionProblem& p, const RowBuffers<P>& buff
   }
   for (const A one : sums) sum += one;
   if (p.dropout > 0) {
-    draw_dropout(p, batch, head, t, 0, keys, buffers.keep, 1);
+    draw_dropout(p, batch, head, t, seen.begin, keys, buffers.keep, 1);
     for (int64_t s = 0; s < keys; ++s) row[s] *= buffers.keep[s];
   }
   *log_sum = sum > 0 ? maximum + math::log(sum) : (sum == 0 ? infinity<A>() : sum);
@@ -321,7 +386,8 @@ void forward_rows(const AttentionProblem& p, int64_t batch, int64_t key_head, in
   const RowBuffers<P> buffers(p, scratch);
   const int64_t group = p.H / p.Hk, rest = group * p.T - first;
   const int64_t rows = rest < buffers.rows ? rest : buffers.rows;
-  const int64_t keys = p.causal && p.T < p.keys ? p.T : p.keys;
+  const Stretch seen = keys_seen_from(p, 0, p.T);
+  const int64_t keys = seen.end - seen.begin;
   const auto head_of_row = [&](int64_t row) { return key_head * group + (first + row) / p.T; };
   const auto query_of_row = [&](int64_t row) { return (first + row) % p.T; };
   for (int64_t row = 0; row < rows; ++row) {
@@ -333,21 +399,25 @@ void forward_rows(const AttentionProblem& p, int64_t batch, int64_t key_head, in
     }
   }
   dot_rows<P>(rows, keys, p.E, buffers.queries, buffers.query_stride,
-              head_of<T>(p.key, batch, key_head), p.key.row_stride, buffers.scores,
-              buffers.score_stride);
+              head_of<T>(p.key, batch, key_head) + seen.begin * p.key.row_stride, p.key.row_stride,
+              buffers.scores, buffers.score_stride);
   A factors[kRowsAtOnce];
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t head = head_of_row(row), t = query_of_row(row);
     A* const scores = buffers.scores + row * buffers.score_stride;
-    factors[row] = softmax_row(p, buffers, batch, head, t, keys, scores,
-                               static_cast<A*>(p.log_sums) + (batch * p.H + head) * p.T + t);
+    factors[row] =
+        softmax_row(p, buffers, batch, head, t, seen, scores, log_sums_of<A>(p, batch, head) + t);
     if constexpr (RowBuffers<P>::kNarrow) {
       P::narrow(scores, round_up(keys, 32), buffers.probabilities + row * buffers.score_stride);
     }
   }
+  if (keys == 0) {
+    __builtin_memset(buffers.outputs, 0,
+                     static_cast<size_t>(rows * buffers.output_stride) * sizeof(A));
+  }
   spread_rows<P>(rows, p.Ev, keys, buffers.probabilities, buffers.score_stride,
-                 head_of<T>(p.value, batch, key_head), p.value.row_stride, buffers.outputs,
-                 buffers.output_stride);
+                 head_of<T>(p.value, batch, key_head) + seen.begin * p.value.row_stride,
+                 p.value.row_stride, buffers.outputs, buffers.output_stride);
   for (int64_t row = 0; row < rows; ++row) {
     store_rows(buffers.outputs + row * buffers.output_stride, 0, 1, p.Ev, factors[row],
                mutable_head_of<T>(p.output, batch, head_of_row(row)) +
@@ -387,6 +457,7 @@ struct BackwardBuffers {
   Value *panel, *left;
   A *scores, *grad_scores, *bias, *keep;
   A *grad_query, *grad_key, *grad_value, *transposed, *rows, *delta;
+  Stretch* queries;  // that see some of a block of keys; where the problem has ranges
   int64_t bytes;
 
   BackwardBuffers(const AttentionProblem& p, void* scratch) {
@@ -412,9 +483,24 @@ struct BackwardBuffers {
     transposed = arena.take<A>(round_up(widest, kR) * kC);
     rows = arena.take<A>(kC * round_up(widest, 16));
     delta = arena.take<A>(p.T);
+    queries = arena.take<Stretch>(p.ranges != nullptr ? round_up(p.keys, kC) / kC : 0);
     bytes = arena.used();
   }
 };
+
+// Fills `queries`: for each block of kC keys the first query that sees one, and the last.
+template <int64_t kC>
+void find_queries(const AttentionProblem& p, Stretch* queries) {
+  for (int64_t i = 0; i < round_up(p.keys, kC) / kC; ++i) queries[i] = {p.T, 0};
+  for (int64_t t = 0; t < p.T; ++t) {
+    const KeyRange range = p.ranges[t];
+    if (range.begin == range.end) continue;
+    for (int64_t i = range.begin / kC; i <= (range.end - 1) / kC; ++i) {
+      if (t < queries[i].begin) queries[i].begin = t;
+      queries[i].end = t + 1;
+    }
+  }
+}
 
 // target (kC, width) += transposed (width, kC)^T
 template <class A, int64_t kC>
@@ -439,7 +525,7 @@ void backward_query_head(const AttentionProblem& p, const BackwardBuffers<Kernel
   const T* grad = head_of<T>(p.grad_output, batch, head);
   const HeadView &q = p.query, &k = p.key, &v = p.value, &g = p.grad_output;
   const A scale = static_cast<A>(p.scale);
-  const A* log_sums = static_cast<const A*>(p.log_sums) + (batch * p.H + head) * p.T;
+  const A* log_sums = log_sums_of<A>(p, batch, head);
   pack_rows<Kernel>(query, q.row_stride, q.column_stride, p.T, p.E, buffers.query_rows);
   pack_rows<Kernel>(grad, g.row_stride, g.column_stride, p.T, p.Ev, buffers.grad_rows);
   pack_rows<Kernel>(query, q.column_stride, q.row_stride, p.E, p.T, buffers.query_columns);
@@ -461,29 +547,32 @@ void backward_query_head(const AttentionProblem& p, const BackwardBuffers<Kernel
   __builtin_memset(buffers.grad_query, 0, static_cast<size_t>(rows_T * width_E) * sizeof(A));
 
   for (int64_t s0 = 0; s0 < p.keys; s0 += kC) {
-    // Queries from `first` on see these keys; a whole panel of rows begins there.
-    const int64_t first = p.causal ? s0 / kR * kR : 0;
-    if (first >= p.T) break;
+    // Queries from `first` to `end` see these keys; a whole panel of rows begins there.
+    const Stretch seeing =
+        p.ranges != nullptr ? buffers.queries[s0 / kC] : Stretch{p.causal ? s0 : 0, p.T};
+    if (seeing.begin >= seeing.end) continue;
+    const int64_t first = seeing.begin / kR * kR, end = seeing.end;
     const int64_t count = p.keys - s0 < kC ? p.keys - s0 : kC;
-    const int64_t depth = p.T - first;
+    const int64_t depth = end - first, rows = round_up(end, kR) - first;
     pack_columns<Kernel>(key + s0 * k.row_stride, k.column_stride, k.row_stride, count, p.E,
                          buffers.key_panel);
     pack_columns<Kernel>(value + s0 * v.row_stride, v.column_stride, v.row_stride, count, p.Ev,
                          buffers.value_panel);
     pack_columns<Kernel>(key + s0 * k.row_stride, k.row_stride, k.column_stride, p.E, count,
                          buffers.key_rows_panel);
-    multiply_panels<Kernel>(rows_T - first, kC, p.E,
-                            buffers.query_rows + first * Kernel::padded_depth(p.E),
+    multiply_panels<Kernel>(rows, kC, p.E, buffers.query_rows + first * Kernel::padded_depth(p.E),
                             buffers.key_panel, buffers.scores, kC, false);
-    multiply_panels<Kernel>(rows_T - first, kC, p.Ev,
-                            buffers.grad_rows + first * Kernel::padded_depth(p.Ev),
+    multiply_panels<Kernel>(rows, kC, p.Ev, buffers.grad_rows + first * Kernel::padded_depth(p.Ev),
                             buffers.value_panel, buffers.grad_scores, kC, false);
-    for (int64_t t = first; t < p.T; ++t) {
+    for (int64_t t = first; t < end; ++t) {
       A* TS_RESTRICT probability = buffers.scores + (t - first) * kC;
       A* TS_RESTRICT grad_score = buffers.grad_scores + (t - first) * kC;
       const A log_sum = log_sums[t], delta = buffers.delta[t];
-      const int64_t visible_causal = p.causal && t - s0 + 1 < count ? t - s0 + 1 : count;
-      const int64_t visible = visible_causal < 0 ? 0 : visible_causal;
+      int64_t hidden = 0, visible = p.causal ? clamp_to(t - s0 + 1, count) : count;
+      if (p.ranges != nullptr) {
+        hidden = clamp_to(p.ranges[t].begin - s0, count);
+        visible = clamp_to(p.ranges[t].end - s0, count);
+      }
       if (p.has_mask) {
         read_mask(p, batch, head, t, s0, count, buffers.bias, 1);
         for (int64_t c = 0; c < kC; ++c) {
@@ -495,20 +584,21 @@ void backward_query_head(const AttentionProblem& p, const BackwardBuffers<Kernel
           probability[c] = math::exp(scale * probability[c] - log_sum);
         }
       }
+      for (int64_t c = 0; c < hidden; ++c) probability[c] = 0;
       for (int64_t c = visible; c < kC; ++c) probability[c] = 0;
       if (p.dropout > 0) {
         draw_dropout(p, batch, head, t, s0, count, buffers.keep, 1);
-        for (int64_t c = 0; c < visible; ++c) {
+        for (int64_t c = hidden; c < visible; ++c) {
           grad_score[c] = probability[c] * (grad_score[c] * buffers.keep[c] - delta);
           probability[c] *= buffers.keep[c];
         }
-        for (int64_t c = visible; c < kC; ++c) grad_score[c] = 0;
       } else {
         for (int64_t c = 0; c < kC; ++c) {
           grad_score[c] = probability[c] * (grad_score[c] - delta);
         }
-        for (int64_t c = visible; c < kC; ++c) grad_score[c] = 0;
       }
+      for (int64_t c = 0; c < hidden; ++c) grad_score[c] = 0;
+      for (int64_t c = visible; c < kC; ++c) grad_score[c] = 0;
     }
     const auto* panel = as_panel<Kernel>(buffers.scores, depth, buffers.panel);
     multiply_panels<Kernel>(round_up(p.Ev, kR), kC, depth,
@@ -521,7 +611,7 @@ void backward_query_head(const AttentionProblem& p, const BackwardBuffers<Kernel
                             buffers.transposed, kC, false, p.T);
     add_transposed<A, kC>(buffers.transposed, p.E, buffers.rows, buffers.grad_key + s0 * p.E);
     pack_rows<Kernel>(buffers.grad_scores, kC, 1, depth, count, buffers.left);
-    multiply_panels<Kernel>(rows_T - first, width_E, count, buffers.left, buffers.key_rows_panel,
+    multiply_panels<Kernel>(rows, width_E, count, buffers.left, buffers.key_rows_panel,
                             buffers.grad_query + first * width_E, width_E, true);
   }
   store_rows(buffers.grad_query, width_E, p.T, p.E, scale,
@@ -551,6 +641,7 @@ void backward(const AttentionProblem& p, int64_t batch, int64_t key_head, void* 
                    static_cast<size_t>(round_up(p.keys, kC) * p.E) * sizeof(A));
   __builtin_memset(buffers.grad_value, 0,
                    static_cast<size_t>(round_up(p.keys, kC) * p.Ev) * sizeof(A));
+  if (p.ranges != nullptr) find_queries<kC>(p, buffers.queries);
   Kernel::begin();
   for (int64_t i = 0; i < group; ++i) {
     backward_query_head<Kernel, T>(p, buffers, batch, key_head * group + i, key_head);
