@@ -504,7 +504,7 @@ class Build:
         return sorted(set(re.findall(r"^tests/(?:cuda/)?(test_\w+): CXX_EXECUTABLE", done.stdout, re.MULTILINE)))
 
     def calls(self, program):
-        """Its command lines with their variables: itself, or what ctest says of one that runs as ranks of MPI alone."""
+        """Its command lines with their variables: itself, or as ctest runs a test of MPI, by mpiexec."""
         if self.of_ctest is None:
             done = subprocess.run(["ctest", "--show-only=json-v1"], cwd=self.folder, capture_output=True, text=True, check=True)
             self.of_ctest = collections.defaultdict(list)
@@ -516,10 +516,8 @@ class Build:
                 self.of_ctest[pathlib.Path(command[at]).name].append((command[:at], variables))
         path = next(folder / program for folder in (self.folder / "tests", self.folder / "tests" / "cuda")
                     if (folder / program).exists())
-        found = self.of_ctest[program]
-        if any(not before for before, _ in found):
-            found = []
-        return [([*before, str(path)], variables) for before, variables in found or [([], {})]]
+        ranks = [one for one in self.of_ctest[program] if one[0]] if program.startswith("test_mpi") else []
+        return [([*before, str(path)], variables) for before, variables in ranks or [([], {})]]
 
     def test(self, program, seconds, **variables):
         for command, of_ctest in self.calls(program):

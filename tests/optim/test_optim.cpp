@@ -405,6 +405,39 @@ TEST(Optimizer, ReportsAllOfAStateThatDoesNotFitAndChangesNothing) {
   EXPECT_TRUE(optimizer.options().master_weights);
 }
 
+// Each entry of a state has the shape of a parameter, or is a number; and names of parameters have dots.
+TEST(Optimizer, SaysWhichParameterEachStateIsOf) {
+  const Tensor weight = ones({2, 3}, {.dtype = kBF16}), bias = ones({3});
+  const NamedTensors parameters = {{"layers.0.weight", weight}, {"layers.0", bias}};
+  AdamW optimizer({{{parameters[0]}, {.lr = 0.1}}, {{parameters[1]}, {.lr = 0.2}}});
+  for (const auto& one : parameters) one.tensor.set_grad(ones_like(one.tensor));
+  optimizer.step();
+  int numbers = 0, states = 0;
+  for (const auto& [key, value] : optimizer.state_dict()) {
+    const Tensor like = optimizer.state_like(key);
+    if (!key.starts_with("state.") || key.ends_with(".step")) {
+      EXPECT_FALSE(like.defined()) << key;
+      ++numbers;
+      continue;
+    }
+    EXPECT_TRUE(like.is(key.starts_with("state.layers.0.weight.") ? weight : bias)) << key;
+    EXPECT_EQ(value.shape(), like.shape()) << key;
+    ++states;
+  }
+  EXPECT_EQ(states, 5);  // two averages each, and a master of the narrow one
+  EXPECT_GT(numbers, 2);
+  for (const char* key : {"", "state.", "state.layers.1.exp_avg", "state.exp_avg",
+                          "other.layers.0.exp_avg", "state.layers.0"}) {
+    EXPECT_FALSE(optimizer.state_like(key).defined()) << key;
+  }
+  const StateDict narrow = optimizer.parameter_state("layers.0.weight");
+  EXPECT_EQ(narrow.at("step").item<int64_t>(), 1);
+  EXPECT_EQ(narrow.at("exp_avg").shape(), weight.shape());
+  EXPECT_EQ(narrow.at("master").dtype(), kF32);
+  EXPECT_FALSE(optimizer.parameter_state("layers.0").contains("master"));
+  expect_refusals({{"has no parameter 'layers'", [&] { optimizer.parameter_state("layers"); }}});
+}
+
 TEST(Optimizer, AStateOfAnotherNumberOfGroupsIsRefusedAndChangesNothing) {
   const NamedTensors parameters = make_parameters();
   AdamW one(parameters, {.lr = 0.1});
