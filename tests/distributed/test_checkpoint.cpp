@@ -25,6 +25,7 @@
 #include "distributed/compared_ranks.h"
 #include "finished_process.h"
 #include "message_of.h"
+#include "refusals.h"
 
 namespace tessera::distributed::test_checkpoint {
 namespace {
@@ -276,6 +277,28 @@ TEST_F(Checkpoints, MistakesInTheListAreErrorsOnEveryRank) {
   });
   EXPECT_EQ(threw, 3);
   EXPECT_EQ(entries_in(path("")), 0);
+}
+
+TEST_F(Checkpoints, PlacesAndCallsThatCannotBeAreRefused) {
+  CheckpointSaver saver;
+  const std::vector<SaveItem> items = {SaveItem::whole("x", numbers({2}))};
+  saver.save(path("a"), items);
+  folder_.write("file", "text");
+  const auto verify = [&](int part, int parts) {
+    return [this, part, parts] { CheckpointReader(path("a")).verify(part, parts); };
+  };
+  const std::vector<SaveItem> nameless = {SaveItem::whole("", numbers({2}))};
+  EXPECT_NO_THROW(verify(1, 2)());
+  expect_refusals({
+      {"needs the name of a folder; got none", [&] { saver.save("", items); }},
+      {"the root folder cannot be a checkpoint; got '/'", [&] { saver.save("/", items); }},
+      {"every tensor has a name; got an empty one", [&] { saver.save(path("b"), nameless); }},
+      {"is a file; give the folder of a checkpoint", [&] { CheckpointReader(path("file")); }},
+      {"got 0 of 0", verify(0, 0)},
+      {"got -1 of 2", verify(-1, 2)},
+      {"got 2 of 2", verify(2, 2)},
+  });
+  EXPECT_EQ(CheckpointReader(path("a")).read("x").to_vector(), (std::vector<double>{0, 1}));
 }
 
 TEST_F(Checkpoints, OneRankThatCannotWriteLeavesNothingAndAllNameIt) {
