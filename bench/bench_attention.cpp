@@ -1,14 +1,22 @@
 // Scaled dot product attention, forward and backward, beside a matrix product of the same run:
 //
 //     bench_attention --benchmark_filter=bf16/causal
+//     OMP_NUM_THREADS=1 bench_attention --benchmark_filter=f32/packed
+//
+// "packed" rows hold documents of uniform (64 to 2048) or log-normal (median 150) lengths: as one
+// row with starts, each alone (the sum of the calls), and as one row with a mask.
 //
 // GFLOP/s counts pairs of a query and a key that it sees (autograd/op.h): two products forward,
 // five backward. "of_gemm" is its share of the rate of the last "gemm" row of its dtype, which
 // stands before each group because machines drift.
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <random>
 #include <string>
+#include <vector>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/op.h>
@@ -95,6 +103,91 @@ void add_all(DType dtype) {
   }
 }
 
+std::vector<int64_t> document_lengths(bool uniform) {
+  constexpr int64_t kTokens = 8192;
+  std::mt19937 generator(7);
+  std::vector<int64_t> lengths;
+  for (int64_t total = 0; total < kTokens; total += lengths.back()) {
+    const double u = (generator() + 0.5) / 4294967296.0, v = (generator() + 0.5) / 4294967296.0;
+    const double normal = std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * v);
+    const double length = uniform ? 64 + u * 1985 : 150 * std::exp(normal);
+    lengths.push_back(
+        std::min(std::max<int64_t>(static_cast<int64_t>(length), 4), kTokens - total));
+  }
+  return lengths;
+}
+
+void add_packed(DType dtype) {
+  constexpr int64_t kHeads = 12, kWidth = 64;
+  for (const bool uniform : {true, false}) {
+    const std::vector<int64_t> lengths = document_lengths(uniform);
+    int64_t T = 0;
+    for (const int64_t length : lengths) T += length;
+    // Of each call its queries, keys and values, and its options.
+    struct Call {
+      TensorList inputs;
+      AttentionOptions options;
+    };
+    const auto calls_of = [=](const std::string& form) {
+      const auto input = [&](int64_t tokens) {
+        const Tensor x = randn({1, tokens, kHeads, kWidth}, {.dtype = dtype});
+        return x.transpose(1, 2).set_requires_grad();
+      };
+      const auto inputs = [&](int64_t tokens) {
+        return TensorList{input(tokens), input(tokens), input(tokens)};
+      };
+      std::vector<Call> calls;
+      if (form == "alone") {
+        for (const int64_t length : lengths) calls.push_back({inputs(length), {.causal = true}});
+        return calls;
+      }
+      std::vector<double> starts;
+      for (const int64_t length : lengths) {
+        starts.insert(starts.end(), static_cast<size_t>(length),
+                      static_cast<double>(starts.size()));
+      }
+      const Tensor bounds = tensor(starts, {1, T}, kI32);
+      calls.push_back({inputs(T), {}});
+      if (form == "packed") {
+        calls[0].options.starts = bounds;
+      } else {
+        const Tensor keys = arange(0, T, 1, kI32);
+        calls[0].options.mask =
+            logical_and(ge(keys, bounds.reshape({1, 1, T, 1})), le(keys, keys.unsqueeze(1)));
+      }
+      return calls;
+    };
+    for (const std::string form : {"packed", "alone", "mask"}) {
+      const std::string name =
+          std::string(name_of(dtype)) + "/packed/" + (uniform ? "uniform/" : "log_normal/") + form;
+      const auto attend = [](const Call& call) {
+        return scaled_dot_product_attention(call.inputs[0], call.inputs[1], call.inputs[2],
+                                            call.options);
+      };
+      add(name + "/forward", [=](benchmark::State& state) {
+        const NoGradGuard no_grad;
+        const std::vector<Call> calls = calls_of(form);
+        measure(state, dtype, false, [&] {
+          for (const Call& call : calls) (void)attend(call);
+        });
+      });
+      add(name + "/backward", [=](benchmark::State& state) {
+        const std::vector<Call> calls = calls_of(form);
+        TensorList results, seeds;
+        for (const Call& call : calls) {
+          results.push_back(attend(call));
+          seeds.push_back(ones_like(results.back()));
+        }
+        measure(state, dtype, false, [&] {
+          for (size_t i = 0; i < calls.size(); ++i) {
+            grad(results[i], calls[i].inputs, seeds[i], {.retain_graph = true});
+          }
+        });
+      });
+    }
+  }
+}
+
 // Few queries beside a cache of keys and values, which query heads may share.
 void add_decode(DType dtype) {
   struct Decode {
@@ -125,6 +218,7 @@ void add_decode(DType dtype) {
 int main(int argc, char** argv) {
   tessera::add_all(tessera::kF32);
   tessera::add_all(tessera::kBF16);
+  for (const tessera::DType dtype : {tessera::kF32, tessera::kBF16}) tessera::add_packed(dtype);
   tessera::add_decode(tessera::kF32);
   tessera::add_decode(tessera::kBF16);
   benchmark::Initialize(&argc, argv);

@@ -386,6 +386,9 @@ Input integers(int64_t high, const Shape& shape) {
           .high = static_cast<double>(high),
           .grad = false};
 }
+Input starts(const Shape& shape) {
+  return {.shape = shape, .kind = Input::Kind::kStarts, .grad = false};
+}
 Input booleans(const Shape& shape) {
   return {.shape = shape, .kind = Input::Kind::kBool, .grad = false};
 }
@@ -450,6 +453,11 @@ Tensor make_input(const Input& input, uint64_t seed, DType floating) {
       case Input::Kind::kInteger:
         values[i] = std::floor(numbers.uniform(0, input.high));
         break;
+      case Input::Kind::kStarts: {  // every other token or so begins a document
+        const auto t = static_cast<int64_t>(i) % input.shape.back();
+        values[i] = t == 0 || (numbers.next() & 1) ? static_cast<double>(t) : values[i - 1];
+        break;
+      }
       case Input::Kind::kBool:
         values[i] = i == 0 || (numbers.next() & 1);
         break;
@@ -461,9 +469,10 @@ Tensor make_input(const Input& input, uint64_t seed, DType floating) {
   if (input.kind == Input::Kind::kDistinct) {
     for (size_t i = count; i > 1; --i) std::swap(values[i - 1], values[numbers.next() % i]);
   }
-  const DType dtype = input.kind == Input::Kind::kInteger ? kI64
-                      : input.kind == Input::Kind::kBool  ? kBool
-                                                          : floating;
+  const DType dtype = input.kind == Input::Kind::kInteger  ? kI64
+                      : input.kind == Input::Kind::kStarts ? kI32
+                      : input.kind == Input::Kind::kBool   ? kBool
+                                                           : floating;
   return tensor(values, input.shape, dtype);
 }
 

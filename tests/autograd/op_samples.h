@@ -120,7 +120,7 @@ struct Result {
 // ---- Samples ----------------------------------------------------------------------------------
 
 struct Input {
-  enum class Kind { kFloating, kDistinct, kAway, kMatrix, kInteger, kBool, kAbsent };
+  enum class Kind { kFloating, kDistinct, kAway, kMatrix, kInteger, kStarts, kBool, kAbsent };
   Shape shape;
   Kind kind = Kind::kFloating;
   double low = 0, high = 0;  // a normal distribution where both are 0; of a matrix low is its shift
@@ -137,6 +137,7 @@ Input distinct(const Shape& shape);     // multiples of 1/16, none twice: no tie
 // positive-definite.
 Input matrices(const Shape& shape, int shift = 0);
 Input integers(int64_t high, const Shape& shape);  // i64 in [0, high)
+Input starts(const Shape& shape);                  // i32 [B, T]: of documents in a row of T
 Input booleans(const Shape& shape);                // the first is true
 Input absent();
 Input constant(Input input);  // no gradient is asked for

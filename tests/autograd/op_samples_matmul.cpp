@@ -58,7 +58,15 @@ Tensor lengths_of(Attrs& a, const Tensor& like) {
 
 Result attend(const Args& in, Attrs& a) {
   AttentionOptions options;
-  options.mask = in.optional(3);
+  // Packed documents: the fourth input are their starts and no mask, and without is_causal a fifth
+  // one their ends.
+  if (a.flag("packed", false)) {
+    options.starts = in.optional(3);
+    options.ends = in.optional(4);
+  } else {
+    options.mask = in.optional(3);
+    TS_CHECK(!in.has(4), "scaled_dot_product_attention", "ends are for packed documents");
+  }
   options.lengths = lengths_of(a, in[0]);
   options.dropout = a.number("dropout_p", 0);
   options.causal = a.flag("is_causal", false);
@@ -99,6 +107,12 @@ std::vector<Sample> attention_samples() {
       {{normal({2, 2, 5, 4}), normal({2, 2, 7, 4}), normal({2, 2, 7, 4})},
        R"({"lengths": [3, 7]})",
        7},
+      {{normal({2, 2, 12, 4}), normal({2, 2, 12, 4}), normal({2, 2, 12, 4}), starts({2, 12})},
+       R"({"is_causal": true, "packed": true})",
+       12},
+      {{normal({2, 4, 9, 4}), normal({2, 2, 30, 4}), normal({2, 2, 30, 6}), starts({2, 9})},
+       R"({"packed": true, "enable_gqa": true})",
+       30},
       {{normal({1, 1, 37, 3}), normal({1, 1, 37, 3}), normal({1, 1, 37, 3})},
        R"({"is_causal": true})",
        37}};
@@ -351,7 +365,7 @@ std::vector<OpRow> convolution_rows() {
 std::vector<OpRow> attention_rows() {
   return {
       {.name = "scaled_dot_product_attention",
-       .parameters = "query, key, value, attn_mask",
+       .parameters = "query, key, value, attn_mask|starts, ends",
        .call = attend,
        .samples = attention_samples(),
        .tolerance = 8,
