@@ -89,6 +89,7 @@
 #include <tessera/distributed/pipeline/executor.h>
 #include <tessera/distributed/pipeline/schedule.h>
 #include <tessera/distributed/pipeline/schedule_picture.h>
+#include <tessera/distributed/pipeline/staged_model.h>
 #include <tessera/distributed/sync_batch_norm.h>
 #include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/transport/collectives.h>
@@ -122,6 +123,7 @@
 #include <tessera/accelerate/local_sgd.h>
 #include <tessera/accelerate/logging.h>
 #include <tessera/accelerate/metrics.h>
+#include <tessera/accelerate/pipeline.h>
 #include <tessera/accelerate/plan/network.h>
 #include <tessera/accelerate/plan/parameter_list.h>
 #include <tessera/accelerate/plan/planned_model.h>

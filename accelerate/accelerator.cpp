@@ -499,6 +499,10 @@ std::string Accelerator::describe() const {
       for (std::string line; std::getline(layers, line);) out << "  " << line << '\n';
     }
     if (record->parallel) out << "  " << record->parallel->describe();
+    if (record->stages) {
+      PlainText<std::istringstream> stages(record->stages->describe());
+      for (std::string line; std::getline(stages, line);) out << "  " << line << '\n';
+    }
   }
   for (const auto& record : state.optimizers) {
     out << "optimizer of " << record->parameters.size() << " parameters: steps with";

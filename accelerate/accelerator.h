@@ -77,6 +77,7 @@
 #include <tessera/accelerate/graphed_step.h>
 #include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
+#include <tessera/accelerate/pipeline.h>
 #include <tessera/accelerate/preparation.h>
 #include <tessera/accelerate/process/operations.h>
 #include <tessera/accelerate/process/process_control.h>
@@ -285,6 +286,12 @@ class Accelerator : public ProcessControl {
   accelerate::GraphedStep graphed_step(accelerate::GraphedStep::Function function,
                                        const accelerate::GraphedStepOptions& options = {});
 
+  // The loop over micro-batches by pipeline stages, or as it is where pp_size is 1:
+  // accelerate/pipeline.h. Prepares the model if it is not yet; then options.cuts is the place to
+  // say where stages begin (ConfigError for others than prepare() took). Collective in that case.
+  accelerate::Pipeline pipeline(nn::ModuleBase& model,
+                                const accelerate::PipelineOptions& options = {});
+
   // ---- Random numbers
 
   // Seeds this Context and the streams of prepared models. device_specific: every rank gets its own
@@ -443,6 +450,7 @@ class Accelerator : public ProcessControl {
   friend class MicroBatch;
   friend class LocalSGD;
   friend class accelerate::GraphedStep;
+  friend class accelerate::Pipeline;
   struct State;
   // In the scope the model's windows end on this rank alone: its gradients are the weighted mean of
   // its own micro-batches. For algorithms that synchronize ranks in another way.

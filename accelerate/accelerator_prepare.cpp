@@ -165,7 +165,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
           };
         });
   }
-  if (dims->loss_ranks().size() > 1) {
+  if (dims->loss_ranks().size() > 1 && settings.pp_size == 1) {
     for (const NamedTensor& named : record->parameters) {
       const bool ignored =
           accelerate::cuts_parameters(settings) && tensor_placement(named.tensor) == nullptr;
@@ -181,6 +181,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
     if (!parameter.requires_grad() || parameter.dtype() == value.dtype()) return;
     record->originals[parameter.impl()] = {value, parameter.version(), parameter.data()};
   });
+  if (settings.pp_size > 1) deal_over_stages(*record);
   models.push_back(std::move(record));
   ++generation;
 }

@@ -65,6 +65,7 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
 
   RandomState random;
   int forward_depth = 0;
+  std::vector<std::string> cuts;  // of the model that is prepared next; none: the settings'
 
   void settle_batch_sizes();
   // Sets another number of steps, for all models or one, against the sizes in the file.
@@ -73,6 +74,7 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   void check_configured(const void* object, bool has_section, std::string_view section,
                         std::string_view made);
   void prepare_model(nn::ModuleBase& model);
+  void deal_over_stages(ModelRecord& record);
   void prepare_optimizer(optim::Optimizer& optimizer);
   void prepare_loader(const accelerate::LoaderRequest& request);
   template <class T>

@@ -70,8 +70,10 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
   state.forget_dead();
   state.end_left_windows();
   State::OpenMicro micro{.id = state.next_id++, .records = {}};
-  for (const nn::ModuleBase* model : models)
+  for (const nn::ModuleBase* model : models) {
     micro.records.push_back(state.at(*model, "accumulate"));
+    micro.records.back()->check_undivided("accumulate");
+  }
   if (state.capturing != nullptr) {
     ++state.capturing->micro_batches;
     state.capturing->opened = micro.records;
@@ -333,7 +335,10 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
                  "the loss must have one element; got ", loss, "; take its mean");
   state.forget_dead();
   state.end_left_windows();
-  for (const auto& record : state.models) record->check_left_alone();
+  for (const auto& record : state.models) {
+    record->check_undivided("backward");
+    record->check_left_alone();
+  }
   state.update_scale();
   state.loss_scaling.forget_norms();
   state.check_micro_batch();
@@ -342,6 +347,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
 
 AcceleratorScope Accelerator::no_sync(nn::ModuleBase& model) {
   const auto record = state_->at(model, "no_sync");
+  record->check_undivided("no_sync");
   ++record->no_sync;
   record->plan_forward(record->window.is_boundary());
   return AcceleratorScope([record] {
@@ -352,6 +358,7 @@ AcceleratorScope Accelerator::no_sync(nn::ModuleBase& model) {
 
 AcceleratorScope Accelerator::without_reduction(nn::ModuleBase& model) {
   const auto record = state_->at(model, "without_reduction");
+  record->check_undivided("without_reduction");
   TS_CHECK(!record->local, "without_reduction", "a scope of this model is open already");
   record->local = true;
   record->plan_forward(false);
@@ -467,6 +474,7 @@ void Accelerator::join_uneven_inputs(nn::ModuleBase& model, const std::function<
                                      const JoinUnevenOptions& options,
                                      const SourceLocation& where) {
   const auto record = state_->at(model, "join_uneven_inputs");
+  record->check_undivided("join_uneven_inputs");
   if (!record->parallel) return body();
   const ScopedValue<bool> joined(state_->joined, true);
   const ScopedValue<bool> by_count(state_->sync_with_dataloader, false);

@@ -401,7 +401,10 @@ void parallelize(ParallelizedModel& made, nn::ModuleBase& model, const Settings&
   const precision::Policy policy = policy_of(settings);
   // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets, and may have
   // the optimizer's part lie with the host.
-  const bool parallel = (several || policy.needs_masters() || offloads(settings)) && trains;
+  // Stages reduce their gradients themselves, when the last backward has ended.
+  const bool staged = settings.pp_size > 1;
+  const bool parallel =
+      (several || policy.needs_masters() || offloads(settings)) && trains && !staged;
   if (options.missing != nullptr) {
     options.missing->begin(parallel && several && cuts_parameters(settings), parallel && several);
   }

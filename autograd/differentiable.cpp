@@ -7,6 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable_node.h>
 #include <tessera/autograd/engine.h>
+#include <tessera/autograd/meta_inputs.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
@@ -33,29 +34,41 @@ bool make_readable(const Op& op, const Tensor& input, bool casts) {
   return true;
 }
 
+const MetaInputs* meta_rules() { return Context::current().slot<MetaInputsSlot>().rules; }
+
+enum class Readiness : uint8_t { kReady, kCastsLeft, kPartlyMeta };
+
 // One device for all inputs; beside others a zero-dimensional CPU tensor may stand as a number
-// where the op takes those. `casts`: of weights their casts may be read. True where that is left to
-// be seen.
-bool check_inputs(const Op& op, std::span<const Tensor> inputs, bool casts) {
+// where the op takes those. `casts`: of weights their casts may be read, and kCastsLeft where that
+// is left to be seen. kPartlyMeta: some are meta, and the context has rules for it.
+Readiness check_inputs(const Op& op, std::span<const Tensor> inputs, bool casts) {
   const Tensor* first = nullptr;
-  bool left = false;
+  bool numbers = false;
+  Readiness left = Readiness::kReady;
   for (const Tensor& input : inputs) {
     if (!input.defined()) continue;
     if (element_guard(input) != nullptr) [[unlikely]] {
       if (!make_readable(op, input, casts)) {
-        left = true;
+        left = Readiness::kCastsLeft;
         continue;
       }
     }
     check_bytes(input, op.name);
-    if (op.takes_numbers && input.dim() == 0 && input.device().is_cpu()) continue;
+    if (op.takes_numbers && input.dim() == 0 && input.device().is_cpu()) {
+      numbers = true;
+      continue;
+    }
     if (first == nullptr) {
       first = &input;
-    } else {
-      TS_CHECK_DEVICE(input.device() == first->device(), op,
-                      "expects all tensors on one device; got ", *first, " and ", input,
-                      "; move one with to(device)");
+    } else if (input.device() != first->device()) [[unlikely]] {
+      const bool partly = input.is_meta() || first->is_meta();
+      if (partly && meta_rules() != nullptr) return Readiness::kPartlyMeta;
+      TS_THROW(DeviceError, op, "expects all tensors on one device; got ", *first, " and ", input,
+               "; move one with to(device)");
     }
+  }
+  if (numbers && first != nullptr && first->is_meta() && meta_rules() != nullptr) [[unlikely]] {
+    return Readiness::kPartlyMeta;
   }
   return left;
 }
@@ -127,6 +140,8 @@ void remember_base(const Tensor& view, const Tensor& source) {
   return slot.rules;
 }
 
+bool is_left_unread(const Tensor& x) { return x.is_meta() && meta_rules() != nullptr; }
+
 bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
   if (!grad_enabled()) return false;
   for (const Tensor& input : inputs) {
@@ -162,11 +177,15 @@ TensorList DifferentiableCall::run(const OpCall& call, std::span<const Tensor> g
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
   const bool casts =
       autocast.enabled && (op.autocast != Autocast::kInputDtype || autocast.boundary);
-  const bool left = check_inputs(op, given, casts || op.reads_copies != 0);
+  const Readiness ready = check_inputs(op, given, casts || op.reads_copies != 0);
+  if (ready == Readiness::kPartlyMeta) [[unlikely]] {
+    const TensorList resolved = meta_rules()->resolved(op, given, false);
+    return run(call, resolved, forward, function, std::move(backward));
+  }
   if (casts) {
     cast = detail::autocast_inputs(op, given);
     inputs = cast;
-    if (left) check_inputs(op, inputs, false);
+    if (ready == Readiness::kCastsLeft) check_inputs(op, inputs, false);
   }
   TensorList results;
   Extras extras(static_cast<bool>(backward));
@@ -215,7 +234,10 @@ Tensor DifferentiableCall::run_inplace(const OpCall& call, std::span<const Tenso
     }
   }
   const ProfilerRange range(op.name);
-  check_inputs(op, inputs, false);
+  if (check_inputs(op, inputs, false) == Readiness::kPartlyMeta) [[unlikely]] {
+    const TensorList resolved = meta_rules()->resolved(op, inputs, true);
+    return run_inplace(call, resolved, forward, function, std::move(backward));
+  }
   const Tensor& self = inputs[0];
   const AutogradSlot* slot = autograd_slot(self);
   if (grad_enabled()) {

@@ -147,6 +147,14 @@ struct Fp8Options {
   std::optional<precision::AmaxAlgorithm> amax_compute_algo = {};
 };
 
+// Pipeline parallelism: docs/pipeline.md. Settings pp_size, pp_schedule...
+struct PipelineParallelOptions {
+  std::optional<int64_t> size = {};  // ranks among which stages are dealt
+  std::optional<distributed::PipelineSchedule> schedule = {};
+  std::optional<int64_t> stages_per_rank = {};
+  std::optional<std::vector<std::string>> cuts = {};  // modules with which stages 1, 2... begin
+};
+
 // The settings of the program itself. All others come from the flags of `tessera launch`, the
 // environment, the configuration file and the defaults, in this order:
 // accelerate/settings/config.h, whose settings have these names, and docs/configuration.md, which
@@ -195,6 +203,7 @@ struct AcceleratorOptions {
   // A DeepSpeed configuration, as a JSON file or the object itself: docs/deepspeed.md. Accelerate's
   // DeepSpeedPlugin(hf_ds_config). The setting is called deepspeed_config_file.
   std::optional<std::string> deepspeed_config = {};
+  PipelineParallelOptions pp = {};
   FullyShardedDataParallelOptions fsdp = {};
   DistributedDataParallelOptions ddp = {};
   LossScaleOptions loss_scale = {};
@@ -299,6 +308,7 @@ struct Settings {
   Resolved<int64_t> pp_size{1};
   Resolved<distributed::PipelineSchedule> pp_schedule{distributed::PipelineSchedule::kOneFOneB};
   Resolved<int64_t> pp_stages_per_rank{1};
+  Resolved<std::vector<std::string>> pp_cuts;
 
   // sharding
   Resolved<Sharding> sharding{Sharding::kDdp};

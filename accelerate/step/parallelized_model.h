@@ -6,6 +6,7 @@
 
 #include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/data_parallel/data_parallel_model.h>
+#include <tessera/distributed/pipeline/staged_model.h>
 #include <tessera/nn/module.h>
 #include <tessera/precision/autocast.h>
 
@@ -15,6 +16,7 @@ struct ParallelizedModel {
   std::vector<HookHandle> handles;
   precision::AppliedPolicy policy;
   std::unique_ptr<distributed::DataParallelModel> parallel;  // null: nothing is reduced or sharded
+  std::unique_ptr<distributed::StagedModel> stages;  // pp_size above 1; `parallel` is null then
   // The f32 values of trained parameters that the policy narrowed, sharded like them, with which
   // masters begin. Without those that ModelMaterialisation supplies.
   NamedTensors masters;
@@ -28,6 +30,7 @@ struct ParallelizedModel {
     for (HookHandle& handle : handles) handle.remove();
     policy.remove();
     parallel.reset();
+    stages.reset();
   }
 };
 

@@ -77,7 +77,8 @@ struct ModelRecord : accelerate::ParallelizedModel {
   Reading reading;
   // The current batch, a loader's last, that has ended a window early.
   std::optional<data::LoaderCursor> short_at;
-  double divisor = 1;  // of this rank's gradients, without communication
+  double divisor = 1;                   // of this rank's gradients, without communication
+  std::optional<double> window_weight;  // of stages: that of all data-parallel ranks
   // The norm of the last clip whose first parameter was this one of `parameters`.
   std::unordered_map<const TensorImpl*, Tensor> norms;
 
@@ -90,6 +91,13 @@ struct ModelRecord : accelerate::ParallelizedModel {
   // Whether this micro-batch's gradients are reduced by default.
   bool reduces_in(bool boundary, bool each_batch) const {
     return boundary || each_batch || (parallel && parallel->reduces_every_backward());
+  }
+  // ConfigError for calls that know no stages.
+  void check_undivided(std::string_view where) const {
+    TS_CHECK_AS(ConfigError, !stages, where, "pp_size deals ", type_name, " over ",
+                stages->stages(),
+                " stages, whose order the pipeline knows; take `accelerator.pipeline(model)` and "
+                "its step(window, loss) in place of a loop of accumulate() and backward()");
   }
   // Whether the gradient of a loss reaches a parameter, through the tensor that ops read.
   bool is_reached_by(const Tensor& loss) const {
@@ -117,6 +125,7 @@ struct ModelRecord : accelerate::ParallelizedModel {
     kept.restore();
   }
   bool has_weight() const {
+    if (stages) return window_weight.value_or(0) != 0;
     if (!reduces()) return window.weight() != 0;
     const distributed::BackwardPass& pass = parallel->pass();
     return pass.average() != distributed::GradientAverage::kWeight || pass.window_weight() != 0;

@@ -5,6 +5,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/meta_inputs.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/composed_gradients.h>
 #include <tessera/autograd/ops/compute_dtype.h>
@@ -95,7 +96,8 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
            "takes a mask or causal, not both; let the mask hide the keys behind each query's own");
   TS_CHECK_DTYPE(mask.dtype() == kBool || (is_floating(mask.dtype()) && !is_fp8(mask.dtype())),
                  kAttention, "expects a bool or floating mask; got ", mask);
-  TS_CHECK_DEVICE(mask.device() == q.device(), kAttention, "the mask is ", mask, ", the query ", q);
+  TS_CHECK_DEVICE(mask.device() == q.device() || is_left_unread(q), kAttention, "the mask is ",
+                  mask, ", the query ", q);
   TS_CHECK_SHAPE(broadcastable_to(mask.shape(), {q.size(0), q.size(1), q.size(2), k.size(2)}),
                  kAttention, "cannot broadcast the mask ", mask, " to [", q.size(0), ", ",
                  q.size(1), ", ", q.size(2), ", ", k.size(2), "]");

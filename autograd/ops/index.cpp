@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/meta_inputs.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/shape.h>
@@ -388,7 +389,7 @@ PlannedIndex plan_index(const Tensor& x, const TensorList& indices, const Op& op
   const Shape& shape = x.shape();
   const Device& device = x.device();
   for (const Tensor& index : indices) {
-    if (index.defined()) check_same_device(op, "an index", index, x);
+    if (index.defined() && !is_left_unread(x)) check_same_device(op, "an index", index, x);
   }
   const TensorList list = without_masks(shape, indices, op);
   TS_CHECK_SHAPE(static_cast<int>(list.size()) <= shape.size(), op,

@@ -6,6 +6,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/meta_inputs.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -75,7 +76,7 @@ void check_class_target(const Op& op, const Tensor& x, const Tensor& target) {
   expected.erase(x.dim() == 1 ? 0 : 1);
   TS_CHECK_SHAPE(target.shape() == expected, op, "class indices for ", x, " must have shape ",
                  expected, "; got ", target);
-  check_same_device(op, "target", target, x);
+  if (!is_left_unread(x)) check_same_device(op, "target", target, x);
 }
 // As in torch: a weight scales losses and is not trained.
 void check_constant(const Op& op, const char* role, const Tensor& weight) {
@@ -87,7 +88,7 @@ void check_class_weight(const Op& op, const Tensor& x, const Tensor& weight) {
   if (!weight.defined()) return;
   check_input(op, "weight", weight);
   check_constant(op, "weight", weight);
-  check_same_device(op, "weight", weight, x);
+  if (!is_left_unread(x)) check_same_device(op, "weight", weight, x);
   TS_CHECK_SHAPE(weight.shape() == Shape{classes_of(x)}, op, "weight must have shape [",
                  classes_of(x), "], the classes of ", x, "; got ", weight);
 }

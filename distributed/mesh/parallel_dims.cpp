@@ -122,6 +122,15 @@ ParallelDims::ParallelDims(Group& world, std::vector<MeshAxis> axes)
   name_product("loss", {"dp_replicate", "dp_shard", "cp"});
   name_product("fsdp", {"dp_shard", "cp"});
   name_product("stage", {"dp_replicate", "dp_shard", "cp", "tp"});
+  if (!mesh_.has("pp") || !world.backend().moves_data()) return;
+  pipeline_outputs_ = mesh_.group("pp").split(0);
+  pipeline_gradients_ = mesh_.group("pp").split(0);
+}
+
+Group& ParallelDims::pipeline_group(const std::shared_ptr<Group>& group) {
+  TS_CHECK_AS(ConfigError, group != nullptr, "ParallelDims",
+              "has no ranks along 'pp' that could send; give pp_size more than 1");
+  return *group;
 }
 
 Mesh& ParallelDims::parameter_mesh() {

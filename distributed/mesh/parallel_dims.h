@@ -63,6 +63,11 @@ class ParallelDims {
   Group& found_inf_ranks() const { return mesh_.group(); }
   Group& state_ranks() const { return mesh_.group(); }  // hold the model and its states together
 
+  // Between the stages of a pipeline, for outputs and for gradients: a queue each. ConfigError
+  // without pp.
+  Group& pipeline_outputs() const { return pipeline_group(pipeline_outputs_); }
+  Group& pipeline_gradients() const { return pipeline_group(pipeline_gradients_); }
+
   // What parameters lie on: dp_replicate, where there is one, and dp_shard, or fsdp where there is
   // cp. ConfigError for copies alone.
   Mesh& parameter_mesh();
@@ -70,7 +75,9 @@ class ParallelDims {
  private:
   friend ParallelDims& parallel_dims(const ParallelSizes& sizes);
   ParallelDims(Group& world, std::vector<MeshAxis> axes);
+  static Group& pipeline_group(const std::shared_ptr<Group>& group);
   Mesh mesh_;
+  std::shared_ptr<Group> pipeline_outputs_, pipeline_gradients_;
 };
 
 // That of world() and these sizes in the current context, which keeps it: made at the first call,

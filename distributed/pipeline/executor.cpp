@@ -4,15 +4,18 @@
 #include <array>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/engine.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/tensor/empty.h>
 
 namespace tessera::distributed {
 namespace {
 
 constexpr std::string_view kPipeline = "pipeline";
-// A header: how many tensors, and of each dtype, requires_grad, dimensions and their sizes.
+// A header: how many tensors, and of each dtype, requires_grad, dimensions (-1: undefined) and their
+// sizes.
 constexpr int kMostTensors = 8, kMostDims = 8, kEntry = 3 + kMostDims;
 constexpr int64_t kHeader = 1 + kMostTensors * kEntry;
 
@@ -24,10 +27,11 @@ std::string tag_of(const Action& action) {
 }  // namespace
 
 PipelineExecutor::PipelineExecutor(PipelineTable schedule, std::vector<PipelineStage*> stages,
-                                   PipelineGroups groups)
+                                   PipelineGroups groups, const ExecutorOptions& options)
     : schedule_(std::move(schedule)),
       stages_(std::move(stages)),
       groups_(groups),
+      options_(options),
       rank_(groups.outputs.rank()) {
   TS_CHECK(schedule_.lowered(), kPipeline, "the table has no messages; lower() adds them");
   simulate(schedule_);
@@ -60,12 +64,29 @@ int PipelineExecutor::peer_of(const Action& action) const {
   return schedule_.rank_of(action.stage + (forwards ? 1 : -1));
 }
 
-std::vector<Tensor> PipelineExecutor::step() {
+std::vector<Tensor> PipelineExecutor::step() { return walk(true); }
+std::vector<Tensor> PipelineExecutor::evaluate() {
+  const NoGradGuard no_grad;
+  return walk(false);
+}
+
+// What is left of a row without its backwards keeps the one order of rows and queues, so it does not
+// get stuck either.
+std::vector<Tensor> PipelineExecutor::walk(bool trains) {
+  trains_ = trains;
   trace_.clear();
   forget();
   try {
     for (const Action& action : schedule_.rows[static_cast<size_t>(rank_)]) {
-      run(action);
+      if (!trains && action.act != Act::kForward && (!action.is_message() || action.backwards)) {
+        continue;
+      }
+      try {
+        run(action);
+      } catch (Error& error) {
+        error.add_context("pipeline, rank " + std::to_string(rank_) + ", " + action.describe());
+        throw;
+      }
       trace_.push_back(action);
     }
     for (const Work& send : sends_) send.wait();
@@ -121,30 +142,42 @@ void PipelineExecutor::run(const Action& action) {
 void PipelineExecutor::forward(const Action& action) {
   const int stage = action.stage, last = schedule_.stages - 1;
   const Key key(stage, action.micro);
-  Live& live = live_[key];
+  Live live;
   if (stage > 0) {
-    const std::vector<Look>& looks = looks_in_[stage];
+    const std::vector<Look>& looks = looks_in_[look_key(action)];
     const std::vector<Tensor> received = taken(arriving_[0], key);
     for (size_t i = 0; i < received.size(); ++i) {
-      live.inputs.push_back(received[i].detach().requires_grad_(looks[i].requires_grad));
+      if (!received[i].defined()) {
+        live.inputs.emplace_back();
+        continue;
+      }
+      live.inputs.push_back(received[i].detach().requires_grad_(trains_ && looks[i].requires_grad));
     }
   }
-  live.outputs = stage_of(stage).forward(action.micro, live.inputs);
+  std::vector<Tensor> outputs = stage_of(stage).forward(action.micro, live.inputs);
   if (stage == last) {
-    TS_CHECK_SHAPE(live.outputs.size() == 1 && live.outputs[0].numel() == 1, kPipeline,
-                   "the last stage returns its loss, one scalar; got ", live.outputs.size(),
+    TS_CHECK_SHAPE(outputs.size() == 1 && (!trains_ || outputs[0].numel() == 1), kPipeline,
+                   "the last stage returns its loss, one scalar; got ", outputs.size(),
                    " tensors of micro-batch ", action.micro);
-    losses_.push_back(live.outputs[0].detach());
+    losses_.push_back(outputs[0].detach());
+    live.loss = outputs[0];
+    if (trains_) live_[key] = std::move(live);
     return;
   }
   std::vector<Look> looks;
-  for (const Tensor& output : live.outputs) {
+  for (const Tensor& output : outputs) {
+    if (!output.defined()) {
+      looks.push_back({kF32, false, {}, false});
+      continue;
+    }
     looks.push_back({output.dtype(), output.requires_grad(), output.shape()});
+    if (output.requires_grad()) live.history.push_back(gradient_edge(output));
   }
-  const auto [first, is_first] = looks_out_.try_emplace(stage, looks);
-  TS_CHECK_SHAPE(looks == first->second, kPipeline, "stage ", stage, " returns for micro-batch ",
-                 action.micro,
-                 " other shapes, dtypes or gradients than for the first; cut batches evenly");
+  const auto [first, is_first] = looks_out_.try_emplace(look_key(action), looks);
+  TS_CHECK_SHAPE(
+      looks == first->second, kPipeline, "stage ", stage, " returns for micro-batch ", action.micro,
+      " other shapes, dtypes or gradients than for the first; cut batches evenly, or set "
+      "shapes_vary");
   if (is_first) {
     const bool few = !looks.empty() && std::ssize(looks) <= kMostTensors;
     const bool flat = std::ranges::all_of(
@@ -153,41 +186,51 @@ void PipelineExecutor::forward(const Action& action) {
                    " tensors of at most ", kMostDims, " dimensions; stage ", stage, " returns ",
                    looks.size());
   }
-  std::vector<Tensor> outputs;
-  for (const Tensor& output : live.outputs) outputs.push_back(output.detach());
-  hand_on(false, stage, action.micro, std::move(outputs));
+  for (Tensor& output : outputs) {
+    if (output.defined()) output = kernels::contiguous(output.detach());
+  }
+  if (trains_) live_[key] = std::move(live);
+  hand_on(false, action, std::move(outputs));
 }
 
 void PipelineExecutor::backward(const Action& action) {
   const Key key(action.stage, action.micro);
   const Live live = std::move(live_.extract(key).mapped());
-  std::vector<Tensor> outputs, gradients;
-  for (const Tensor& output : live.outputs) {
-    if (output.requires_grad()) outputs.push_back(output);
+  PipelineStage& stage = stage_of(action.stage);
+  {
+    const std::shared_ptr<void> scope = stage.enter_backward(action.micro);
+    if (action.stage == schedule_.stages - 1) {
+      if (live.loss.requires_grad()) {
+        tessera::backward(live.loss, stage.seed(action.micro, live.loss));
+      }
+    } else {
+      const std::vector<Tensor> gradients = taken(arriving_[1], key);
+      if (!gradients.empty()) run_backward({.roots = live.history, .gradients = gradients});
+    }
   }
-  if (action.stage < schedule_.stages - 1) gradients = taken(arriving_[1], key);
-  if (!outputs.empty()) tessera::backward(outputs, gradients);
   if (action.stage == 0) return;
   std::vector<Tensor> of_inputs;
   for (const Tensor& input : live.inputs) {
-    if (!input.requires_grad()) continue;
+    if (!input.defined() || !input.requires_grad()) continue;
     const Tensor gradient = input.grad();
-    of_inputs.push_back(gradient.defined() ? gradient : raw::zeros_like(input));
+    of_inputs.push_back(gradient.defined() ? kernels::contiguous(gradient)
+                                           : raw::zeros_like(input));
   }
-  hand_on(true, action.stage, action.micro, std::move(of_inputs));
+  hand_on(true, action, std::move(of_inputs));
 }
 
 // ---- Between stages -----------------------------------------------------------------------------
 
 // To what sends it, or at once to a neighbour on this rank.
-void PipelineExecutor::hand_on(bool backwards, int stage, int micro, std::vector<Tensor> tensors) {
+void PipelineExecutor::hand_on(bool backwards, const Action& from, std::vector<Tensor> tensors) {
   const size_t way = backwards ? 1 : 0;
   if (schedule_.ranks() > 1) {
-    leaving_[way][{stage, micro}] = std::move(tensors);
+    leaving_[way][{from.stage, from.micro}] = std::move(tensors);
     return;
   }
-  if (!backwards) looks_in_[stage + 1] = looks_out_[stage];
-  arriving_[way][{stage + (backwards ? -1 : 1), micro}].tensors = std::move(tensors);
+  const Key sender = look_key(from);
+  if (!backwards) looks_in_[{sender.first + 1, sender.second}] = looks_out_[sender];
+  arriving_[way][{from.stage + (backwards ? -1 : 1), from.micro}].tensors = std::move(tensors);
 }
 
 std::vector<Tensor> PipelineExecutor::taken(std::map<Key, Arriving>& from, Key key) {
@@ -205,15 +248,15 @@ void PipelineExecutor::send(const Action& action) {
   const CollectiveOptions options{.channel = Channel::kPeer, .tag = tag};
   // Those that have ended let go of their tensors.
   std::erase_if(sends_, [](const Work& work) { return work.completed() && (work.wait(), true); });
-  if (!action.backwards && action.micro == 0) {
-    const std::vector<Look>& looks = looks_out_[action.stage];
+  if (sends_looks(action)) {
+    const std::vector<Look>& looks = looks_out_[look_key(action)];
     std::vector<int64_t> header(static_cast<size_t>(kHeader));
     header[0] = std::ssize(looks);
     auto entry = header.begin() + 1;
     for (const Look& look : looks) {
       entry[0] = static_cast<int64_t>(look.dtype);
       entry[1] = look.requires_grad ? 1 : 0;
-      entry[2] = std::ssize(look.shape);
+      entry[2] = look.present ? std::ssize(look.shape) : -1;
       std::ranges::copy(look.shape, entry + 3);
       entry += kEntry;
     }
@@ -221,7 +264,7 @@ void PipelineExecutor::send(const Action& action) {
   }
   const auto tensors = leaving_[action.backwards ? 1 : 0].extract(Key(action.stage, action.micro));
   for (const Tensor& one : tensors.mapped()) {
-    sends_.push_back(group.send(one, peer, 0, options));
+    if (one.defined()) sends_.push_back(group.send(one, peer, 0, options));
   }
 }
 
@@ -230,25 +273,31 @@ void PipelineExecutor::receive(const Action& action) {
   Group& group = group_of(action.backwards);
   const std::string tag = tag_of(action);
   const CollectiveOptions options{.channel = Channel::kPeer, .tag = tag};
-  if (!action.backwards && action.micro == 0) {
+  if (sends_looks(action)) {
     const Tensor header = raw::zeros({kHeader}, kI64);
     group.recv(header, peer, 0, options).wait();
     const int64_t* entry = header.data_as<int64_t>();
-    std::vector<Look>& looks = looks_in_[action.stage];
+    std::vector<Look>& looks = looks_in_[look_key(action)];
     looks.resize(static_cast<size_t>(*entry++));
     for (Look& look : looks) {
       look.dtype = static_cast<DType>(entry[0]);
       look.requires_grad = entry[1] != 0;
-      look.shape = Shape(std::span(entry + 3, static_cast<size_t>(entry[2])));
+      look.present = entry[2] >= 0;
+      const int64_t dims = std::max<int64_t>(entry[2], 0);
+      look.shape = Shape(std::span(entry + 3, static_cast<size_t>(dims)));
       entry += kEntry;
     }
   }
   Arriving& arriving = arriving_[action.backwards ? 1 : 0][{action.stage, action.micro}];
   const std::vector<Look>& looks =
-      action.backwards ? looks_out_[action.stage] : looks_in_[action.stage];
+      action.backwards ? looks_out_[look_key(action)] : looks_in_[look_key(action)];
   for (const Look& look : looks) {
     if (action.backwards && !look.requires_grad) continue;
-    arriving.tensors.push_back(raw::empty(look.shape, look.dtype));
+    if (!look.present) {
+      arriving.tensors.emplace_back();
+      continue;
+    }
+    arriving.tensors.push_back(raw::empty(look.shape, look.dtype, options_.device));
     arriving.works.push_back(group.recv(arriving.tensors.back(), peer, 0, options));
   }
 }

@@ -72,6 +72,14 @@ void visit_options(TrainOptions& o, Visit&& visit) {
         "(zero2), and parameters (zero3, fsdp); none: there is one rank. A resumed run may take "
         "another one. Default: as the launch says, which is ddp unless told otherwise",
         IsMember({"none", "ddp", "zero1", "zero2", "zero3", "fsdp"}));
+  visit("pp-size", o.pp_size, kOnce,
+        "ranks among which the blocks are dealt as stages of a pipeline, through which the "
+        "micro-batches of --accumulate run; a resumed run may take another number",
+        PositiveNumber);
+  visit("pp-stages-per-rank", o.pp_stages_per_rank, kOnce,
+        "with --pp-size: stages of each rank, which take turns", PositiveNumber);
+  visit("pp-schedule", o.pp_schedule, kOnce, "with --pp-size: the order of micro-batches",
+        IsMember({"gpipe", "1f1b"}));
   visit("seed", o.seed, kResumed, "initial weights and order of data");
   visit("threads", o.threads, kResumed, "0: one a core", NonNegativeNumber);
   visit("eval-every", o.eval_every, kResumed, "steps between validations; 0: only at the end");

@@ -15,6 +15,8 @@ struct TrainOptions {
   int64_t batch_size = 12, accumulate = 1, steps = 2000, warmup = 100, eval_every = 250;
   int64_t schedule_steps = 0;  // 0: steps
   int64_t stop_at = 0, save_every = 0, log_every = 1;
+  int64_t pp_size = 1, pp_stages_per_rank = 1;
+  std::string pp_schedule = "1f1b";
   double lr = 1e-3, min_lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.1, clip = 1;
   double muon_lr = 0.02, dropout = 0;
   bool graph = false, deterministic = false;

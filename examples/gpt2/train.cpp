@@ -8,6 +8,7 @@
 //     tessera launch -n 8 -- train --data shakespeare.txt --device cuda   # with a GPU each
 //     tessera launch -n 4 -- train --data shakespeare.txt --sharding fsdp   # with a part of it
 //     each
+//     tessera launch -n 4 -- train --data shakespeare.txt --pp-size 4 --accumulate 8   # stages
 //     train --data shakespeare.txt --optimizer muon     # matrices of the blocks by Muon, the rest
 //                                                       # by AdamW; with any --sharding
 //
@@ -58,6 +59,13 @@ AcceleratorOptions settings_of(const TrainOptions& options) {
                               .cuda_graphs = options.graph,
                               .device = options.device};
   if (!options.sharding.empty()) settings.sharding = kModes.at(options.sharding);
+  if (options.pp_size > 1) {
+    settings.pp = {.size = options.pp_size,
+                   .schedule = options.pp_schedule == "gpipe"
+                                   ? distributed::PipelineSchedule::kGPipe
+                                   : distributed::PipelineSchedule::kOneFOneB,
+                   .stages_per_rank = options.pp_stages_per_rank};
+  }
   if (options.dtype == "fp8") {
     settings.mixed_precision = Precision::kFP8;
     settings.fp8.recipe = precision::Fp8Recipe::named(options.fp8_recipe).scaling;
@@ -72,6 +80,8 @@ void check(const TrainOptions& options, const Accelerator& accelerator) {
               " that there are; leave it out, or take ddp");
   TS_CHECK_AS(ConfigError, !options.graph || accelerator.device().is_cuda(), "train",
               "--graph repeats what a GPU does; give --device cuda, or leave it out");
+  TS_CHECK_AS(ConfigError, !options.graph || options.pp_size == 1, "train",
+              "--graph repeats steps of one stage; leave it out, or --pp-size 1");
 }
 
 std::unique_ptr<Gpt> make_model(TrainOptions& options, const data::Tokenizer& tokenizer) {
@@ -151,8 +161,8 @@ struct Optimizers {
 };
 
 // Of all ranks alike: where they hold parts of the parameters, all have to run the model.
-double validation_loss(Gpt& model, const data::TokenArray& tokens, const TrainOptions& options,
-                       const Device& device) {
+double validation_loss(Gpt& model, Pipeline& pipeline, const data::TokenArray& tokens,
+                       const TrainOptions& options, const Device& device) {
   const NoGradGuard no_grad;
   model.eval();
   const auto windows = std::make_shared<data::ConsecutiveWindows>(tokens, options.context);
@@ -163,7 +173,11 @@ double validation_loss(Gpt& model, const data::TokenArray& tokens, const TrainOp
   data::DataLoader loader(windows, {.batch_size = at_once, .device = device});
   for (const data::TokenExample& batch : loader) {
     const int64_t targets = std::min(targets_left, batch.targets.numel());  // without padding
-    sum += model(batch.inputs, batch.targets).loss.item() * static_cast<double>(targets);
+    const TensorList losses =
+        pipeline.evaluate(std::vector{batch}, [&](const data::TokenExample& one) -> Tensor {
+          return model(one.inputs, one.targets).loss;
+        });
+    sum += losses[0].item() * static_cast<double>(targets);
     targets_left -= targets;
   }
   model.train();
@@ -219,6 +233,7 @@ void train(TrainOptions options) {
   Optimizers optimizers(*model, options);
   accelerator.prepare(*model, optimizers.adamw, optimizers.muon, loader, optimizers.schedule,
                       optimizers.muon_schedule);
+  Pipeline pipeline = accelerator.pipeline(*model);
   if (!options.resume.empty()) accelerator.load_state(TrainOptions::checkpoint_in(options.resume));
   accelerator.on_main_process([&] { prepare_save_folder(options); });
   accelerator.state_io().register_save_state_pre_hook([&](auto&, const std::string& folder) {
@@ -229,7 +244,7 @@ void train(TrainOptions options) {
   TrainingLog log(accelerator.is_main_process() ? options.log : "",
                   options.resume.empty() ? std::nullopt : std::optional(step));
   const bool is_followed = accelerator.broadcast_object(log.is_followed());
-  const int ranks = accelerator.num_processes();
+  const int ranks = accelerator.data_ranks().size();
   tell_beginning(accelerator, optimizers, num_parameters, corpus);
 
   // Loss and gradient norm stay on the device: a GPU works on while the host queues the next step.
@@ -242,6 +257,18 @@ void train(TrainOptions options) {
     optimizers.step();
     return {loss, norm};
   });
+  // By stages a step is one call.
+  const auto step_by_stages = [&]() -> TensorList {
+    std::vector<data::TokenExample> window;
+    for (int64_t i = 0; i < options.accumulate; ++i) window.push_back(*loader.next());
+    const Tensor loss = pipeline.step(window, [&](const data::TokenExample& batch) -> Tensor {
+      return (*model)(batch.inputs, batch.targets).loss;
+    });
+    const Tensor norm =
+        accelerator.clip_grad_norm(model->parameters(), options.clip > 0 ? options.clip : HUGE_VAL);
+    optimizers.step();
+    return {loss * static_cast<double>(options.accumulate), norm};
+  };
   std::signal(SIGINT, [](int) { std::raise(SIGTERM); });  // Ctrl-C saves, as SIGTERM does
   auto begin = Clock::now();                              // of the steps since the last row
   int64_t unread = 0;
@@ -249,8 +276,13 @@ void train(TrainOptions options) {
     Tensor loss = zeros({}, {.dtype = kF64, .device = device});
     Tensor norm;
     do {
-      const std::optional<data::TokenExample> batch = loader.next();
-      const TensorList results = micro_batch({batch->inputs, batch->targets});
+      TensorList results;
+      if (options.pp_size > 1) {
+        results = step_by_stages();
+      } else {
+        const std::optional<data::TokenExample> batch = loader.next();
+        results = micro_batch({batch->inputs, batch->targets});
+      }
       loss = loss + results[0].to(kF64);
       norm = results[1];
     } while (!accelerator.sync_gradients());
@@ -275,7 +307,8 @@ void train(TrainOptions options) {
       row.tokens_per_s = 1e3 / row.milliseconds * micro_batches *
                          static_cast<double>(options.batch_size * options.context);
       row.peak_bytes = accelerator.gather_object(std::vector{memory_stats()->peak()});
-      if (validates) row.val_loss = validation_loss(*model, corpus.validation, options, device);
+      if (validates)
+        row.val_loss = validation_loss(*model, pipeline, corpus.validation, options, device);
       if (accelerator.is_main_process()) {
         row.grad_norm = norm.item();
         row.lr = optimizers.adamw->lr();

@@ -1,0 +1,574 @@
+// Models that are trained by pipeline stages through the Accelerator: losses, norms and parameters
+// have the bits of one process that accumulates the same micro-batches.
+// ctest labels: threads
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <vector>
+
+#include <tessera/accelerate/accelerator.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/parallel.h>
+#include <tessera/core/random.h>
+#include <tessera/data/dataloader.h>
+#include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
+#include <tessera/nn/models/llama.h>
+#include <tessera/optim/muon.h>
+#include <tessera/optim/optimizers.h>
+
+#include "distributed/compared_ranks.h"
+#include "message_of.h"
+
+namespace tessera::test_pipeline_training {
+namespace {
+
+using accelerate::PipelineOptions;
+using distributed::compared_ranks;
+using nn::models::Bert;
+using nn::models::Gpt;
+using nn::models::Llama;
+
+constexpr int64_t kVocabulary = 51;
+constexpr int kSteps = 3;
+
+struct Batch {
+  Tensor inputs, targets;  // [2, 8]
+};
+Batch batch_of(int64_t number) {
+  const RandomStream stream{5, static_cast<uint64_t>(number)};
+  const Tensor tokens = randint(0, kVocabulary, {2, 9}, kI64, stream);
+  return {tokens.narrow(1, 0, 8).contiguous(), tokens.narrow(1, 1, 8).contiguous()};
+}
+
+// What is trained: a model and its loss of a batch.
+struct Training {
+  std::unique_ptr<nn::ModuleBase> model;
+  std::function<Tensor(const Batch& batch)> loss;
+};
+using MakeTraining = std::function<Training()>;
+
+template <class Model>
+Training training_of(std::unique_ptr<Model> model,
+                     const std::function<Tensor(Model& model, const Batch& batch)>& loss) {
+  Model& reference = *model;
+  return {std::move(model),
+          [&reference, loss](const Batch& batch) { return loss(reference, batch); }};
+}
+Training gpt(bool tied, double dropout = 0, nn::models::Logits logits = nn::models::Logits::kAll) {
+  manual_seed(1);
+  return training_of<Gpt>(
+      std::make_unique<Gpt>(nn::models::GptConfig{.vocab_size = kVocabulary,
+                                                  .context = 16,
+                                                  .width = 32,
+                                                  .layers = 4,
+                                                  .heads = 4,
+                                                  .dropout = dropout,
+                                                  .tied = tied}),
+      [logits](Gpt& model, const Batch& b) { return model(b.inputs, b.targets, logits).loss; });
+}
+Training untied() { return gpt(false); }
+Training llama() {
+  manual_seed(1);
+  return training_of<Llama>(
+      std::make_unique<Llama>(nn::models::LlamaConfig{.vocab_size = kVocabulary,
+                                                      .width = 32,
+                                                      .inner = 24,
+                                                      .layers = 4,
+                                                      .heads = 4,
+                                                      .kv_heads = 2,
+                                                      .tied = false}),
+      [](Llama& model, const Batch& b) { return model(b.inputs, b.targets).loss; });
+}
+Training bert() {
+  manual_seed(1);
+  return training_of<Bert>(
+      std::make_unique<Bert>(nn::models::BertConfig{
+          .vocab_size = kVocabulary, .width = 32, .layers = 4, .heads = 4, .context = 16}),
+      [](Bert& model, const Batch& b) {
+        nn::models::TokenFeatures features;
+        features.attention_mask = ne(b.inputs, 7).to(kI64);
+        return model(b.inputs, features, b.inputs.select(1, 0).remainder(2)).loss;
+      });
+}
+
+using MakeOptimizer = std::function<std::unique_ptr<optim::Optimizer>(const NamedTensors&)>;
+std::unique_ptr<optim::Optimizer> adamw(const NamedTensors& parameters) {
+  return std::make_unique<optim::AdamW>(parameters, optim::AdamW::Options{.lr = 1e-2});
+}
+
+// How it is trained.
+struct Way {
+  int pp = 1;
+  int ranks = 0;  // 0: pp
+  int stages_per_rank = 1;
+  int64_t micro_batches = 4;
+  distributed::PipelineSchedule schedule = distributed::PipelineSchedule::kOneFOneB;
+  Precision precision = Precision::kNo;
+  PipelineOptions options = {};
+  MakeOptimizer optimizer = adamw;
+  std::vector<double> weights = {};
+  bool zeroes = true;
+  bool checkpoints = false;
+  DType dtype = kF32;
+  std::function<void(nn::ModuleBase& model)> change = {};
+  int first = 0, last = kSteps;  // steps
+  std::string load = {}, save = {};
+};
+
+using Values = std::map<std::string, std::vector<double>>;
+struct Trained {
+  std::vector<double> losses, norms;
+  Values parameters;  // of rank 0
+};
+
+AcceleratorOptions settings_of(const Way& way) {
+  AcceleratorOptions settings{.mixed_precision = way.precision,
+                              .gradient_accumulation_steps = way.micro_batches,
+                              .cpu = true};
+  settings.pp.size = way.pp;
+  settings.pp.stages_per_rank = way.stages_per_rank;
+  settings.pp.schedule = way.schedule;
+  settings.fsdp.activation_checkpointing = way.checkpoints;
+  return settings;
+}
+
+Trained train(const MakeTraining& make, const Way& way) {
+  set_num_threads(1);
+  Accelerator accelerator(settings_of(way));
+  accelerator.set_seed(3);
+  const Training training = make();
+  training.model->to(way.dtype);
+  if (way.change) way.change(*training.model);
+  const auto optimizer = way.optimizer(training.model->named_parameters());
+  Pipeline pipeline = accelerator.pipeline(*training.model, way.options);
+  accelerator.prepare(*training.model, optimizer);
+  if (!way.load.empty()) accelerator.load_state(way.load);
+  Trained trained;
+  const int64_t data_rank = accelerator.data_ranks().rank();
+  const int64_t data_ranks = accelerator.data_ranks().size();
+  for (int step = way.first; step < way.last; ++step) {
+    std::vector<Batch> window;
+    for (int64_t micro = 0; micro < way.micro_batches; ++micro) {
+      window.push_back(batch_of((step * way.micro_batches + micro) * data_ranks + data_rank));
+    }
+    const Tensor loss = pipeline.step(window, training.loss, {.weights = way.weights});
+    trained.losses.push_back(loss.item());
+    trained.norms.push_back(accelerator.clip_grad_norm(training.model->parameters(), 0.5).item());
+    optimizer->step();
+    if (way.zeroes) optimizer->zero_grad();
+  }
+  if (!way.save.empty()) accelerator.save_state(way.save);
+  for (const auto& [name, tensor] : accelerator.get_state_dict(*training.model)) {
+    trained.parameters[name] = tensor.to_vector();
+  }
+  return trained;
+}
+
+Trained train_alone(const MakeTraining& make, Way way) {
+  way.pp = way.stages_per_rank = 1;
+  Trained trained;
+  compared_ranks(1, [&](int) { trained = train(make, way); });
+  return trained;
+}
+
+void expect_same_bits(const Trained& own, const Trained& expected, int rank) {
+  EXPECT_EQ(own.losses, expected.losses) << rank;
+  EXPECT_EQ(own.norms, expected.norms) << rank;
+  if (rank != 0) return;
+  EXPECT_EQ(own.parameters.size(), expected.parameters.size());
+  for (const auto& [name, values] : expected.parameters) {
+    ASSERT_TRUE(own.parameters.contains(name)) << name;
+    EXPECT_TRUE(own.parameters.at(name) == values) << name;
+  }
+}
+
+void expect_as_alone(const MakeTraining& make, const Way& way, bool ties_apart = false) {
+  SCOPED_TRACE(std::to_string(way.pp) + " ranks, " + std::to_string(way.stages_per_rank) +
+               " stages each, " + std::to_string(way.micro_batches) + " micro-batches");
+  Way alone = way;
+  alone.options.ties_apart = ties_apart;
+  const Trained expected = train_alone(make, alone);
+  compared_ranks(way.pp, [&](int rank) { expect_same_bits(train(make, way), expected, rank); });
+}
+
+// ---- Bits --------------------------------------------------------------------------------------
+
+TEST(PipelineTraining, GptHasTheBitsOfOneProcess) {
+  for (const int pp : {2, 3, 4}) expect_as_alone(untied, {.pp = pp});
+  for (const int64_t micro_batches : {1, 2, 3, 8}) {
+    expect_as_alone(untied, {.pp = 2, .micro_batches = micro_batches});
+  }
+  expect_as_alone(untied, {.pp = 2, .stages_per_rank = 2});
+  expect_as_alone(untied, {.pp = 2, .schedule = distributed::PipelineSchedule::kGPipe});
+}
+
+TEST(PipelineTraining, FewerMicroBatchesThanStagesRun) {
+  expect_as_alone(untied, {.pp = 4, .micro_batches = 2});
+}
+
+TEST(PipelineTraining, ATiedTableIsSummedApartInOneProcessToo) {
+  for (const int pp : {2, 3}) {
+    expect_as_alone([] { return gpt(true); }, {.pp = pp, .micro_batches = 3}, true);
+  }
+  expect_as_alone([] { return gpt(true); }, {.pp = 2, .stages_per_rank = 2}, true);
+}
+
+TEST(PipelineTraining, LlamaAndBertHaveTheBitsOfOneProcess) {
+  for (const int pp : {2, 3}) {
+    expect_as_alone(llama, {.pp = pp});
+    expect_as_alone(bert, {.pp = pp});
+  }
+  expect_as_alone(llama, {.pp = 2, .stages_per_rank = 2});
+}
+
+TEST(PipelineTraining, DropoutDrawsTheNumbersOfOneProcess) {
+  const auto dropping = [] { return gpt(false, 0.2); };
+  expect_as_alone(dropping, {.pp = 3});
+  expect_as_alone(dropping, {.pp = 2, .stages_per_rank = 2});
+  expect_as_alone(dropping, {.pp = 2, .checkpoints = true});
+}
+
+TEST(PipelineTraining, RecomputedBlocksGiveTheSame) {
+  expect_as_alone(llama, {.pp = 2, .checkpoints = true});
+  expect_as_alone(untied, {.pp = 2, .stages_per_rank = 2, .checkpoints = true});
+}
+
+TEST(PipelineTraining, TheHeadsFusedLossGivesTheSame) {
+  const auto fused = [] { return gpt(false, 0, nn::models::Logits::kWithoutLoss); };
+  expect_as_alone(fused, {.pp = 2});
+}
+
+TEST(PipelineTraining, UnequalMicroBatchesCountByTheirWeights) {
+  expect_as_alone(untied, {.pp = 2, .weights = {3, 1, 2, 5}});
+}
+
+TEST(PipelineTraining, GradientsThatNobodyClearedAreAddedTo) {
+  expect_as_alone(untied, {.pp = 2, .zeroes = false});
+  expect_as_alone(untied, {.pp = 2, .micro_batches = 1, .zeroes = false});
+}
+
+TEST(PipelineTraining, MixedPrecisionHasTheBitsOfOneProcess) {
+  expect_as_alone(untied, {.pp = 2, .precision = Precision::kBF16});
+  expect_as_alone(untied, {.pp = 2, .precision = Precision::kFP16});
+}
+
+TEST(PipelineTraining, MuonBringsItsMatricesTogether) {
+  const MakeOptimizer muon = [](const NamedTensors& all) -> std::unique_ptr<optim::Optimizer> {
+    NamedTensors matrices;
+    for (const NamedTensor& named : all) {
+      if (named.tensor.dim() == 2) matrices.push_back(named);
+    }
+    return std::make_unique<optim::Muon>(matrices, optim::MuonOptions{.lr = 1e-2});
+  };
+  expect_as_alone(untied, {.pp = 2, .optimizer = muon});
+}
+
+TEST(PipelineTraining, FrozenStagesSendNoGradients) {
+  const auto freeze = [](const std::string& prefix) {
+    return [prefix](nn::ModuleBase& model) {
+      for (const auto& [name, tensor] : model.named_parameters()) {
+        if (name.starts_with(prefix)) tensor.set_requires_grad(false);
+      }
+    };
+  };
+  for (const char* prefix : {"transformer.w", "transformer.h.2", "lm_head"}) {
+    expect_as_alone(untied, {.pp = 2, .change = freeze(prefix)});
+  }
+  const auto whole_first = [](nn::ModuleBase& model) {
+    for (const auto& [name, tensor] : model.named_parameters()) {
+      tensor.set_requires_grad(name.starts_with("transformer.ln_f") || name.starts_with("lm_head"));
+    }
+  };
+  expect_as_alone(untied, {.pp = 2, .change = whole_first});
+}
+
+// ---- With data-parallel ranks ------------------------------------------------------------------
+
+TEST(PipelineTraining, BesideDataParallelRanksGradientsAreAddedUp) {
+  const Trained expected = train_alone(untied, {.micro_batches = 4, .dtype = kF64});
+  compared_ranks(4, [&](int rank) {
+    const Trained own = train(untied, {.pp = 2, .micro_batches = 2, .dtype = kF64});
+    for (size_t step = 0; step < kSteps; ++step) {
+      EXPECT_NEAR(own.norms[step], expected.norms[step], 1e-11 * expected.norms[step]);
+    }
+    if (rank != 0) return;
+    for (const auto& [name, values] : expected.parameters) {
+      const std::vector<double>& got = own.parameters.at(name);
+      for (size_t i = 0; i < values.size(); ++i) ASSERT_NEAR(got[i], values[i], 1e-9) << name;
+    }
+  });
+}
+
+// ---- State -------------------------------------------------------------------------------------
+
+class Folder {
+ public:
+  explicit Folder(const std::string& name)
+      : path(std::filesystem::temp_directory_path() /
+             (name + std::to_string(std::chrono::steady_clock::now().time_since_epoch().count()))) {
+  }
+  ~Folder() { std::filesystem::remove_all(path); }
+  const std::filesystem::path path;
+};
+
+TEST(PipelineTraining, ACheckpointGoesOnWithAnyNumberOfStages) {
+  const auto dropping = [] { return gpt(false, 0.2); };
+  const Trained whole = train_alone(dropping, {});
+  const auto from = [&](int before, int after) {
+    const Folder folder("pipeline");
+    const Way way{.pp = before, .last = 2, .save = folder.path};
+    compared_ranks(before, [&](int) { train(dropping, way); });
+    const Way on{.pp = after, .first = 2, .load = folder.path};
+    compared_ranks(after, [&](int rank) {
+      const Trained rest = train(dropping, on);
+      EXPECT_EQ(rest.losses.at(0), whole.losses.at(2));
+      EXPECT_TRUE(rank != 0 || rest.parameters == whole.parameters) << before << " " << after;
+    });
+  };
+  from(2, 1);
+  from(1, 2);
+  from(3, 2);
+}
+
+TEST(PipelineTraining, ARankHoldsTheParametersOfItsStagesAlone) {
+  compared_ranks(2, [&](int rank) {
+    Accelerator accelerator(settings_of({.pp = 2}));
+    const Training training = untied();
+    const int64_t elements = training.model->num_parameters();
+    accelerator.prepare(*training.model);
+    EXPECT_EQ(training.model->num_parameters(), elements);
+    for (const auto& [name, tensor] : training.model->named_parameters()) {
+      const bool of_last = name.starts_with("transformer.h.2") ||
+                           name.starts_with("transformer.h.3") ||
+                           name.starts_with("transformer.ln_f") || name.starts_with("lm_head");
+      EXPECT_EQ(tensor.numel() > 0, of_last == (rank == 1)) << name;
+    }
+  });
+}
+
+TEST(PipelineTraining, EvaluationGivesEveryRankTheResultsOfOneProcess) {
+  const auto losses_and_logits = [](const Way& way, TensorList& losses, TensorList& logits) {
+    Accelerator accelerator(settings_of(way));
+    const Training training = untied();
+    Gpt& model = static_cast<Gpt&>(*training.model);
+    Pipeline pipeline = accelerator.pipeline(model);
+    model.eval();
+    const std::vector<Batch> window = {batch_of(0), batch_of(1), batch_of(2)};
+    losses = pipeline.evaluate(window, training.loss);
+    logits = pipeline.evaluate(
+        window, [&](const Batch& batch) -> Tensor { return model(batch.inputs).logits; });
+  };
+  TensorList losses, logits;
+  compared_ranks(1, [&](int) { losses_and_logits({}, losses, logits); });
+  for (const int per_rank : {1, 2}) {
+    compared_ranks(2, [&](int) {
+      TensorList own_losses, own_logits;
+      losses_and_logits({.pp = 2, .stages_per_rank = per_rank}, own_losses, own_logits);
+      ASSERT_EQ(own_losses.size(), 3u);
+      for (size_t i = 0; i < 3; ++i) {
+        EXPECT_EQ(own_losses[i].item(), losses[i].item());
+        EXPECT_EQ(own_logits[i].shape(), (Shape{2, 8, kVocabulary}));
+        EXPECT_EQ(own_logits[i].to_vector(), logits[i].to_vector());
+      }
+    });
+  }
+}
+
+class Examples : public data::Dataset<std::array<Tensor, 2>> {
+ public:
+  int64_t size() const override { return 22; }
+  std::array<Tensor, 2> get(int64_t index) const override {
+    const Batch batch = batch_of(index / 2);
+    return {batch.inputs.select(0, index % 2), batch.targets.select(0, index % 2)};
+  }
+};
+
+// 22 examples: 3 windows of two batches of 4, and one in which the last batch has 2.
+TEST(PipelineTraining, WindowsOfALoaderCountTheirSamples) {
+  const Examples examples;
+  const auto losses_of = [&](int pp) {
+    Accelerator accelerator(settings_of({.pp = pp, .micro_batches = 2}));
+    const Training training = untied();
+    optim::SGD optimizer(training.model->named_parameters(), {.lr = 0.1});
+    data::DataLoader loader(examples, {.batch_size = 4});
+    accelerator.prepare(*training.model, optimizer, loader);
+    Pipeline pipeline = accelerator.pipeline(*training.model, {.shapes_vary = true});
+    std::vector<double> losses;
+    std::vector<size_t> sizes;
+    for (auto& window : pipeline.windows(loader)) {
+      sizes.push_back(window.batches.size());
+      losses.push_back(pipeline
+                           .step(window,
+                                 [&](const std::array<Tensor, 2>& batch) -> Tensor {
+                                   return training.loss({batch[0], batch[1]});
+                                 })
+                           .item());
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    EXPECT_EQ(sizes, (std::vector<size_t>{2, 2, 2}));
+    return losses;
+  };
+  std::vector<double> expected;
+  compared_ranks(1, [&](int) { expected = losses_of(1); });
+  compared_ranks(2, [&](int) { EXPECT_EQ(losses_of(2), expected); });
+}
+
+// ---- What is refused ---------------------------------------------------------------------------
+
+template <class E>
+std::string refusal(int pp, const std::function<void(Accelerator&, Training&)>& body,
+                    const Way& way = {}) {
+  Way own = way;
+  own.pp = pp;
+  return message_of<E>([&] {
+    distributed::failing_ranks("the call is refused", pp, [&](int) {
+      Accelerator accelerator(settings_of(own));
+      Training training = untied();
+      body(accelerator, training);
+    });
+  });
+}
+
+TEST(PipelineTraining, CutsThatDoNotFitAreErrorsThatNameThem) {
+  const auto with = [](std::vector<std::string> cuts) {
+    return refusal<ConfigError>(2, [&](Accelerator& accelerator, Training& training) {
+      accelerator.pipeline(*training.model, {.cuts = cuts});
+    });
+  };
+  EXPECT_TRUE(mentions(with({"transformer.h.9"}), "the cut 'transformer.h.9' names no module"));
+  EXPECT_TRUE(mentions(with({"transformer.h.1", "transformer.h.2"}), "take 1 cuts; got 2"));
+  const std::string many = refusal<ConfigError>(
+      2, [](Accelerator& accelerator, Training& training) { accelerator.prepare(*training.model); },
+      {.stages_per_rank = 3});
+  EXPECT_TRUE(mentions(many, "asks for 6 stages, and Gpt has 4 blocks")) << many;
+  const std::string order = refusal<ConfigError>(
+      2,
+      [](Accelerator& accelerator, Training& training) {
+        accelerator.pipeline(*training.model,
+                             {.cuts = {"transformer.h.3", "transformer.h.2", "lm_head"}});
+      },
+      {.stages_per_rank = 2});
+  EXPECT_TRUE(mentions(order, "'transformer.h.2' does not come after 'transformer.h.3'")) << order;
+}
+
+TEST(PipelineTraining, ThePlainLoopNamesThePipeline) {
+  for (const bool opens : {true, false}) {
+    const std::string loop =
+        refusal<ConfigError>(2, [&](Accelerator& accelerator, Training& training) {
+          accelerator.prepare(*training.model);
+          if (opens) {
+            const auto micro = accelerator.accumulate(*training.model);
+          } else {
+            accelerator.backward(ones({}).requires_grad_());
+          }
+        });
+    EXPECT_TRUE(mentions(loop, "accelerator.pipeline(model)")) << loop;
+  }
+  const std::string call =
+      refusal<ConfigError>(2, [](Accelerator& accelerator, Training& training) {
+        accelerator.prepare(*training.model);
+        training.loss(batch_of(0));
+      });
+  EXPECT_TRUE(mentions(call, "pipeline.step()")) << call;
+}
+
+TEST(PipelineTraining, WhatDoesNotPassTheCutIsAnErrorThatNamesIt) {
+  const auto step = [](const std::function<Tensor(Gpt&, const Batch&)>& loss) {
+    return [loss](Accelerator& accelerator, Training& training) {
+      Gpt& model = static_cast<Gpt&>(*training.model);
+      Pipeline pipeline = accelerator.pipeline(model, {.cuts = {"transformer.h.2"}});
+      const std::vector<Batch> window = {batch_of(0), batch_of(1)};
+      pipeline.step(window, [&](const Batch& batch) -> Tensor { return loss(model, batch); });
+    };
+  };
+  const std::string early = refusal<ConfigError>(2, step([](Gpt& model, const Batch& batch) {
+                                                   return model.transformer.wte(batch.inputs).sum();
+                                                 }));
+  EXPECT_TRUE(mentions(early, "ended without one of 'transformer.h.2'")) << early;
+  const std::string unseen =
+      refusal<DeviceError>(2, step([](Gpt& model, const Batch& batch) {
+                             const Tensor table = model.transformer.wte(batch.inputs).mean();
+                             return model(batch.inputs, batch.targets).loss + table;
+                           }));
+  EXPECT_TRUE(mentions(unseen, "begins with 'transformer.h.2'")) << unseen;
+  EXPECT_TRUE(mentions(unseen, "crosses the cut unseen")) << unseen;
+  EXPECT_TRUE(mentions(unseen, "forward of stage 1, micro-batch 0")) << unseen;
+  const std::string twice = refusal<ConfigError>(2, step([](Gpt& model, const Batch& batch) {
+                                                   model(batch.inputs);
+                                                   return model(batch.inputs, batch.targets).loss;
+                                                 }));
+  EXPECT_TRUE(mentions(twice, "'transformer.h.2' is called several times")) << twice;
+}
+
+TEST(PipelineTraining, WhatIsNotBuiltSaysSo) {
+  const auto prepared = [](Accelerator& accelerator, Training& training) {
+    accelerator.prepare(*training.model);
+  };
+  EXPECT_TRUE(mentions(refusal<UnsupportedError>(2,
+                                                 [](Accelerator& accelerator, Training& training) {
+                                                   Pipeline pipeline =
+                                                       accelerator.pipeline(*training.model);
+                                                   pipeline.generate([] { return 1; });
+                                                 }),
+                       "generate() is not built"));
+  EXPECT_TRUE(mentions(
+      refusal<UnsupportedError>(2,
+                                [](Accelerator& accelerator, Training& training) {
+                                  Pipeline pipeline = accelerator.pipeline(*training.model);
+                                  pipeline.step(std::vector{batch_of(0)}, training.loss);
+                                },
+                                {.schedule = distributed::PipelineSchedule::kZeroBubbleH1}),
+      "zero_bubble_h1"));
+  EXPECT_TRUE(mentions(message_of<UnsupportedError>([&] {
+                         distributed::failing_ranks("the call is refused", 2, [&](int) {
+                           AcceleratorOptions settings = settings_of({.pp = 2});
+                           settings.precision_policy = PrecisionPolicy::kPure;
+                           settings.mixed_precision = Precision::kBF16;
+                           Accelerator accelerator(settings);
+                           Training training = untied();
+                           prepared(accelerator, training);
+                         });
+                       }),
+                       "does not go with parameters in 16 bits"));
+}
+
+TEST(PipelineTraining, ARankThatDoesNotComeIsNamedWithTheAction) {
+  std::string message;
+  distributed::failing_ranks("a rank stays away", 2, [&](int rank) {
+    Accelerator accelerator(settings_of({.pp = 2}));
+    const Training training = untied();
+    Pipeline pipeline = accelerator.pipeline(*training.model);
+    if (rank == 1) return;
+    distributed::rank_context().timeouts.collective = 0.5;
+    message = message_of<DistributedError>([&] {
+      pipeline.step(std::vector{batch_of(0), batch_of(1)}, training.loss);
+    });
+  });
+  EXPECT_TRUE(mentions(message, "pipeline, rank 0, ")) << message;
+  EXPECT_TRUE(mentions(message, "of stage 0, micro-batch 0")) << message;
+}
+
+TEST(PipelineTraining, DescriptionsNameStagesAndTheBubble) {
+  compared_ranks(2, [&](int) {
+    Accelerator accelerator(settings_of({.pp = 2, .micro_batches = 1}));
+    const Training training = untied();
+    Pipeline pipeline = accelerator.pipeline(*training.model);
+    const std::string text = pipeline.describe();
+    EXPECT_TRUE(mentions(text, "2 stages on 2 ranks, 1 micro-batches: a bubble of 50.0%")) << text;
+    EXPECT_TRUE(mentions(text, "fewer micro-batches than ranks")) << text;
+    EXPECT_TRUE(mentions(text, "stage 1 on rank 1, from 'transformer.h.2'")) << text;
+    EXPECT_TRUE(mentions(accelerator.describe(), "stage 1 on rank 1, from 'transformer.h.2'"));
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test_pipeline_training
