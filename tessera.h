@@ -44,8 +44,11 @@
 #include <tessera/nn/lora/lora.h>
 #include <tessera/nn/loss.h>
 #include <tessera/nn/materialise.h>
+#include <tessera/nn/models/beam_search.h>
 #include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/evaluation.h>
 #include <tessera/nn/models/generation.h>
+#include <tessera/nn/models/gguf.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/parametrizations.h>

@@ -134,7 +134,7 @@ ResidualNorm residual_rms_norm(RMSNorm& norm, const Tensor& x, const Tensor& res
   }
   const Tensor given = entered(norm, x), before = entered(norm, residual);
   const auto [sum, normalized] = tessera::residual_rms_norm(given, before, norm.normalized_shape,
-                                                            norm.weight, norm.options.eps);
+                                                            norm.factor(), norm.options.eps);
   return {sum, left(norm, normalized)};
 }
 

@@ -40,14 +40,19 @@ RMSNorm::RMSNorm(const Shape& normalized_shape, const RmsNormOptions& options)
   if (ParameterDefaultsGuard::current().initialise) reset_parameters();
 }
 void RMSNorm::reset_parameters() {
-  if (weight.defined()) init::ones(weight);
+  if (weight.defined()) init::constant(weight, options.plus_one ? 0 : 1);
+}
+Tensor RMSNorm::factor() const {
+  if (!options.plus_one || !weight.defined()) return weight;
+  return (weight.dtype() == kF64 ? weight : weight.to(kF32)) + 1;
 }
 Tensor RMSNorm::forward(const Tensor& x) {
-  return rms_norm(x, normalized_shape, weight, options.eps);
+  return rms_norm(x, normalized_shape, factor(), options.eps);
 }
 std::string RMSNorm::extra_repr() const {
   return detail::describe_shape(normalized_shape) + ", " +
-         detail::describe("eps", options.eps, "elementwise_affine", options.elementwise_affine);
+         detail::describe("eps", options.eps, "elementwise_affine", options.elementwise_affine) +
+         (options.plus_one ? ", plus_one=true" : "");
 }
 
 // ---- GroupNorm ---------------------------------------------------------------------------------

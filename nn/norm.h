@@ -39,6 +39,7 @@ class LayerNorm : public Module<LayerNorm> {
 struct RmsNormOptions {
   std::optional<double> eps = {};  // absent: the epsilon of x's dtype
   bool elementwise_affine = true;
+  bool plus_one = false;  // the factor is 1 + weight, as in Gemma; weight is 0 at first
 };
 // Zhang, Sennrich 2019: no mean, no bias.
 class RMSNorm : public Module<RMSNorm> {
@@ -48,6 +49,9 @@ class RMSNorm : public Module<RMSNorm> {
   explicit RMSNorm(int64_t size, const RmsNormOptions& options = {})
       : RMSNorm(Shape{size}, options) {}
   Tensor forward(const Tensor& x);
+  // What normalized values are multiplied with: weight, or with plus_one 1 + weight in f32, since
+  // 16 bits would round small weights away beside the 1. Undefined without a weight.
+  Tensor factor() const;
   void reset_parameters();
   std::string extra_repr() const override;
   std::unique_ptr<RMSNorm> remake() const {

@@ -319,6 +319,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"nn/lora/lora_adapter.h", "inside of adapters"},
     {"nn/models/config_limits.h", "inside of models"},
     {"nn/models/config_reader.h", "inside of models"},
+    {"nn/models/llama_rope.h", "inside of models"},
     {"nn/models/tied_head.h", "inside of models"},
     {"nn/structure.h", "inside of sharding"},
     {"nn/tied_values.h", "inside of modules and models"},

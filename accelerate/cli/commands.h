@@ -30,6 +30,7 @@ void add_config(CLI::App& app, int& exit_code);
 void add_convert(CLI::App& app, int& exit_code);
 void add_env(CLI::App& app, int& exit_code);
 void add_estimate_memory(CLI::App& app, int& exit_code);
+void add_evaluate(CLI::App& app, int& exit_code);
 void add_merge_weights(CLI::App& app, int& exit_code);
 void add_plan(CLI::App& app, int& exit_code);
 // Replaces this process by another program, with `words` as arguments: those after the subcommand's

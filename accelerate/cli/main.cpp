@@ -127,6 +127,7 @@ int run(int argc, char** argv) {
   cli::add_convert(app, exit_code);
   cli::add_env(app, exit_code);
   cli::add_estimate_memory(app, exit_code);
+  cli::add_evaluate(app, exit_code);
   cli::add_merge_weights(app, exit_code);
   cli::add_plan(app, exit_code);
   cli::add_price(app, program);

@@ -84,12 +84,10 @@ PlannedModel of_json(const std::string& path) {
   const auto type = kind->get<std::string>();
   if (type == "bert") return of_config<Bert, BertConfig>(type, path);
   if (type == "gpt2") return of_config<Gpt, GptConfig>(type, path);
-  if (type == "llama" || type == "mistral" || type == "qwen2" || type == "qwen3") {
-    return of_config<Llama, LlamaConfig>(type, path);
-  }
+  if (LlamaConfig::is_known(type)) return of_config<Llama, LlamaConfig>(type, path);
   TS_THROW(UnsupportedError, kModel, path, " is of model_type \"", type,
-           "\", which is unknown; known are bert, gpt2, llama, mistral, qwen2, qwen3; "
-           "give the folder of its safetensors files instead");
+           "\", which is unknown; known are bert, gpt2, ", LlamaConfig::known_kinds(),
+           "; give the folder of its safetensors files instead");
 }
 
 std::vector<std::string> files_of_index(const std::string& path) {

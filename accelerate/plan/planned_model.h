@@ -32,7 +32,7 @@ struct PlannedModel {
   // activations. Inside of plan_training().
   std::function<PlannedTraining(int64_t batch, int64_t length)> training = {};
 
-  // A config.json of bert, gpt2, llama, mistral, qwen2 or qwen3 (with the head that is trained), a
+  // A config.json of bert, gpt2 or a kind of LlamaConfig (with the head that is trained), a
   // safetensors file, an index, a report, or a folder with one of them. IoError, FormatError that
   // names file and field, UnsupportedError for other models.
   static PlannedModel read(const std::string& path);

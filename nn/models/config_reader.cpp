@@ -17,6 +17,12 @@ ConfigReader::ConfigReader(const std::string& path) : path_(path) {
   TS_CHECK_AS(FormatError, json_.is_object(), path, "holds no JSON object; is it a config.json?");
 }
 
+void ConfigReader::set_defaults(const nlohmann::json& values) {
+  for (const auto& [field, value] : values.items()) {
+    if (!json_.contains(field)) json_[field] = value;
+  }
+}
+
 const nlohmann::json* ConfigReader::find(const char* field) const {
   const auto found = json_.find(field);
   return found == json_.end() || found->is_null() ? nullptr : &*found;

@@ -20,10 +20,10 @@ class ConfigReader {
   double number(const char* field, double fallback) const;
   bool flag(const char* field, bool fallback) const;
   std::string text(const char* field, const std::string& fallback = "") const;
-  // The default of a transformers class for a missing field; null stays null.
-  int64_t integer_or_class(const char* field, int64_t of_null, int64_t of_class) const {
-    return integer(field, json_.contains(field) ? of_null : of_class);
-  }
+  // From here on fields that are not there have these values, as in transformers' classes; null
+  // stays null.
+  void set_defaults(const nlohmann::json& values);
+  bool is_null(const char* field) const { return find(field) == nullptr; }  // or not there
   // A field of which the model supports one value: UnsupportedError for others.
   void require(const char* field, const nlohmann::json& value) const;
   // Calls config.check(), whose errors then name the file.

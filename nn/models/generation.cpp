@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/factory/factory.h>
@@ -51,9 +52,23 @@ class Ranking {
   std::vector<Token> taken_;
 };
 
+void check_options(const GenerateOptions& options) {
+  TS_CHECK(options.temperature >= 0 && options.top_k >= 0 && options.top_p > 0, "generate",
+           "needs temperature >= 0, top_k >= 0 and top_p > 0; got ", options.temperature, ", ",
+           options.top_k, ", ", options.top_p);
+  TS_CHECK(options.min_p >= 0 && options.min_p <= 1 && options.repetition_penalty > 0, "generate",
+           "needs min_p from 0 to 1 and a repetition_penalty above 0; got ", options.min_p, " and ",
+           options.repetition_penalty);
+}
+
+bool is_in(const std::vector<int64_t>& ids, int64_t token) {
+  return std::ranges::find(ids, token) != ids.end();
+}
+
 }  // namespace
 
-int64_t sample(std::span<const float> logits, const GenerateOptions& options, int64_t position) {
+int64_t sample(std::span<const float> logits, const GenerateOptions& options, int64_t position,
+               int64_t text) {
   if (options.temperature == 0) return std::ranges::max_element(logits) - logits.begin();
   Ranking ranking(logits, options.temperature);
   size_t count = logits.size();
@@ -73,8 +88,16 @@ int64_t sample(std::span<const float> logits, const GenerateOptions& options, in
     }
     count = rank;
   }
+  if (options.min_p > 0) {  // weights are parts of the largest, which is 1
+    size_t rank = 0;
+    for (kept = 0; rank < count && ranking[rank].weight >= options.min_p; ++rank) {
+      kept += ranking[rank].weight;
+    }
+    count = rank;
+  }
   constexpr uint64_t kStream = uint64_t{0x5A11} << 40;
-  const auto bits = philox4x32(options.seed, kStream, static_cast<uint64_t>(position));
+  const auto bits = philox4x32(options.seed, kStream + static_cast<uint64_t>(text),
+                               static_cast<uint64_t>(position));
   double threshold = uniform_from_bits64(bits[0], bits[1]) * kept;
   for (size_t i = 0; i + 1 < count; ++i) {
     threshold -= ranking[i].weight;
@@ -85,9 +108,18 @@ int64_t sample(std::span<const float> logits, const GenerateOptions& options, in
 
 void check_request(std::span<const int64_t> prompt, const GenerateOptions& options) {
   TS_CHECK(!prompt.empty(), "generate", "the prompt is empty; give at least one token");
-  TS_CHECK(options.temperature >= 0 && options.top_k >= 0 && options.top_p > 0, "generate",
-           "needs temperature >= 0, top_k >= 0 and top_p > 0; got ", options.temperature, ", ",
-           options.top_k, ", ", options.top_p);
+  check_options(options);
+}
+
+void penalise_repetition(std::span<float> logits, std::span<const int64_t> text, double penalty) {
+  if (penalty == 1) return;
+  std::vector<int64_t> present(text.begin(), text.end());
+  std::ranges::sort(present);
+  present.erase(std::unique(present.begin(), present.end()), present.end());
+  for (const int64_t token : present) {
+    float& logit = logits[static_cast<size_t>(token)];
+    logit = static_cast<float>(logit > 0 ? logit / penalty : logit * penalty);
+  }
 }
 
 std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
@@ -95,11 +127,11 @@ std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
                               const std::function<bool(int64_t token)>& each) {
   check_request(prompt, options);
   const NoGradGuard no_grad;
-  const bool was_training = model.is_training();
-  model.eval();
+  const EvaluationMode evaluation(model);
   const int64_t context = model.config.context;
   const Device device = model.transformer.wte.weight.device();
-  gpt2::KvCache cache(model.config, 1, model.transformer.wte.weight.dtype(), device);
+  gpt2::KvCache cache(model.config, 1,
+                      options.cache_dtype.value_or(model.transformer.wte.weight.dtype()), device);
   std::vector<int64_t> text(prompt.begin(), prompt.end());
   auto pending = static_cast<int64_t>(std::min(text.size(), static_cast<size_t>(context)));
   std::vector<int64_t> made;
@@ -118,42 +150,58 @@ std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
     const std::span<const int64_t> fresh(text.end() - pending, text.end());
     const Tensor logits =
         model(tensor(fresh, {1, pending}).to(device), Tensor(), Logits::kLast, &cache).logits;
-    const auto numbers = logits.to_vector<float>();
+    auto numbers = logits.to_vector<float>();
+    penalise_repetition(numbers, text, options.repetition_penalty);
     const int64_t token = sample(numbers, options, static_cast<int64_t>(made.size()));
-    ended = options.stop_at_end && token == model.config.end_of_text;
+    ended = (options.stop_at_end && token == model.config.end_of_text) ||
+            is_in(options.stop_ids, token);
     if (ended) continue;
     made.push_back(token);
     text.push_back(token);
     pending = 1;
     ended = (each && !each(token)) || static_cast<int64_t>(made.size()) >= options.max_tokens;
   }
-  model.train(was_training);
   return made;
 }
 
 std::vector<int64_t> generate(Llama& model, std::span<const int64_t> prompt,
                               const GenerateOptions& options,
                               const std::function<bool(int64_t token)>& each) {
-  check_request(prompt, options);
-  const NoGradGuard no_grad;
-  const bool was_training = model.is_training();
-  if (was_training) model.eval();
-  const Tensor& table = model.model.embed_tokens.weight;
-  const auto length = static_cast<int64_t>(prompt.size());
-  llama::KvCache cache(model.config, 1, length + options.max_tokens, table.dtype(), table.device());
-  Tensor fresh = tensor(prompt, {1, length}).to(table.device());
-  std::vector<int64_t> made;
-  const std::vector<int64_t>& ends = model.config.end_of_text;
-  while (static_cast<int64_t>(made.size()) < options.max_tokens) {
-    const Tensor logits = model(fresh, Tensor(), /*last_only=*/true, &cache).logits;
-    const auto numbers = logits.to_vector<float>();
-    const int64_t token = sample(numbers, options, static_cast<int64_t>(made.size()));
-    if (options.stop_at_end && std::ranges::find(ends, token) != ends.end()) break;
-    made.push_back(token);
-    if (each && !each(token)) break;
-    fresh = full({1, 1}, token, {.dtype = kI64, .device = table.device()});
+  std::function<bool(size_t, int64_t)> of_batch;
+  if (each) of_batch = [&](size_t, int64_t token) { return each(token); };
+  return generate(language_model(model), {std::vector<int64_t>(prompt.begin(), prompt.end())},
+                  options, of_batch)[0];
+}
+
+std::vector<std::vector<int64_t>> generate(
+    const LanguageModel& model, const std::vector<std::vector<int64_t>>& prompts,
+    const GenerateOptions& options, const std::function<bool(size_t prompt, int64_t token)>& each) {
+  check_options(options);
+  const EvaluationMode evaluation(*model.module);
+  GrowingTexts texts(model, prompts, options.max_tokens, options.cache_dtype);
+  std::vector<std::vector<int64_t>> made(prompts.size());
+  std::vector<int64_t> prompt_of(prompts.size());  // of each text that still grows
+  std::iota(prompt_of.begin(), prompt_of.end(), 0);
+  for (int64_t count = 0; count < options.max_tokens && !prompt_of.empty(); ++count) {
+    texts.read();
+    std::vector<int64_t> going, going_prompts;
+    for (size_t i = 0; i < prompt_of.size(); ++i) {
+      const auto prompt = static_cast<size_t>(prompt_of[i]);
+      const std::span<float> logits = texts.logits(i);
+      penalise_repetition(logits, texts[i], options.repetition_penalty);
+      const int64_t token = sample(logits, options, count, prompt_of[i]);
+      if ((options.stop_at_end && is_in(model.ends, token)) || is_in(options.stop_ids, token)) {
+        continue;
+      }
+      made[prompt].push_back(token);
+      texts.push(i, token);
+      if (each && !each(prompt, token)) continue;
+      going.push_back(static_cast<int64_t>(i));
+      going_prompts.push_back(prompt_of[i]);
+    }
+    if (going.size() < prompt_of.size() && !going.empty()) texts.select(going);
+    prompt_of = std::move(going_prompts);
   }
-  if (was_training) model.train();
   return made;
 }
 

@@ -6,31 +6,10 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/nn/init.h>
-#include <tessera/nn/transformer/positions.h>
 
 namespace tessera::nn::models {
 
 namespace gpt2 {
-
-// ---- KvCache -----------------------------------------------------------------------------------
-
-KvCache::KvCache(const GptConfig& config, int64_t batch, DType dtype, const Device& device) {
-  const Shape shape = {batch, config.heads, config.context, config.width / config.heads};
-  for (int64_t i = 0; i < config.layers; ++i) {
-    keys_.push_back(empty(shape, {.dtype = dtype, .device = device}));
-    values_.push_back(empty(shape, {.dtype = dtype, .device = device}));
-  }
-}
-
-KvCache::Held KvCache::append(size_t layer, const Tensor& keys, const Tensor& values) {
-  const int64_t added = keys.size(2), total = length_ + added;
-  TS_CHECK_SHAPE(total <= capacity(), "KvCache", "holds ", length_, " of ", capacity(),
-                 " tokens and cannot take ", added, " more; clear() it and begin with fewer");
-  const NoGradGuard no_grad;
-  keys_[layer].narrow(2, length_, added).copy_(keys);
-  values_[layer].narrow(2, length_, added).copy_(values);
-  return {keys_[layer].narrow(2, 0, total), values_[layer].narrow(2, 0, total)};
-}
 
 // ---- Blocks ------------------------------------------------------------------------------------
 
@@ -41,25 +20,21 @@ Attention::Attention(const GptConfig& config, size_t layer)
       c_attn(add<Linear>("c_attn", config.width, 3 * config.width)),
       c_proj(add<Linear>("c_proj", config.width, config.width)) {}
 
-Tensor Attention::forward(const Tensor& x, KvCache* cache) {
+Tensor Attention::forward(const Tensor& x, const SeenKeys& keys, models::KvCache* cache) {
   // Tokens and heads are those that the result has: where ranks share the layer, each has some heads.
   const Tensor all = c_attn(x);
   const int64_t B = all.size(0), T = all.size(1), E = x.size(2) / heads;
   const Tensor packed = all.view({B, T, 3, all.size(2) / (3 * E), E});
-  if (cache == nullptr) {
-    return c_proj(
-        packed_attention(packed, {.dropout = is_training() ? dropout : 0, .causal = true}));
+  const double drop = is_training() ? dropout : 0;
+  if (cache == nullptr && keys.options.causal) {
+    return c_proj(packed_attention(packed, {.dropout = drop, .causal = true}));
   }
   const auto part = [&](int64_t i) { return packed.select(2, i).transpose(1, 2); };
-  const int64_t before = cache->length();
-  const auto [keys, values] = cache->append(layer, part(1), part(2));
-  AttentionOptions options;
-  if (before == 0) {
-    options.causal = true;
-  } else if (T > 1) {  // token i sees those before it and all that the cache held
-    options.mask = tril(ones({T, before + T}, {.dtype = kBool, .device = x.device()}), before);
-  }
-  const Tensor y = scaled_dot_product_attention(part(0), keys, values, options);
+  KvCache::Held held{part(1), part(2)};
+  if (cache != nullptr) held = cache->append(layer, held.keys, held.values);
+  AttentionOptions options = keys.options;
+  if (cache == nullptr) options.dropout = drop;
+  const Tensor y = scaled_dot_product_attention(part(0), held.keys, held.values, options);
   return c_proj(y.transpose(1, 2).reshape({B, T, y.size(1) * E}));
 }
 
@@ -71,9 +46,9 @@ Block::Block(const GptConfig& config, size_t layer)
       mlp(add<Mlp>("mlp", config.width, config.inner_width(),
                    MlpOptions{.approximate = Gelu::kTanh, .inner = "c_fc", .outer = "c_proj"})) {}
 
-Residual Block::forward(const Residual& x, KvCache* cache) {
+Residual Block::forward(const Residual& x, const SeenKeys& keys, models::KvCache* cache) {
   const PreNormOptions options{.dropout = is_training() ? dropout : 0};
-  const Residual attended = pre_norm_residual(x, ln_1, attn, options, cache);
+  const Residual attended = pre_norm_residual(x, ln_1, attn, options, keys, cache);
   return pre_norm_residual(attended, ln_2, mlp, options);
 }
 
@@ -86,14 +61,17 @@ Transformer::Transformer(const GptConfig& config)
   for (int64_t i = 0; i < config.layers; ++i) h.append<Block>(config, static_cast<size_t>(i));
 }
 
-Tensor Transformer::forward(const Tensor& tokens, KvCache* cache) {
+Tensor Transformer::forward(const Tensor& tokens, models::KvCache* cache, const Tensor& padding) {
   const int64_t past = cache == nullptr ? 0 : cache->length(), T = tokens.size(-1);
   TS_CHECK_SHAPE(tokens.dim() == 2 && past + T <= config.context, "gpt2",
                  "tokens must be [batch, length] with at most ", config.context, " positions; got ",
                  tokens, " behind ", past, " tokens");
-  const Tensor places = wpe(positions(T, tokens.device(), past));
+  check_padding(padding, tokens);
+  const VisibleKeys visible{.past = past, .count = T, .padding = padding};
+  const SeenKeys keys = attention_to(visible, tokens.device());
+  const Tensor places = wpe(positions_of(visible, tokens.device()));
   Residual x = tessera::dropout(embedding_add(wte, tokens, places), config.dropout, is_training());
-  for (size_t i = 0; i < h.size(); ++i) x = h.at<Block>(i)(x, cache);
+  for (size_t i = 0; i < h.size(); ++i) x = h.at<Block>(i)(x, keys, cache);
   if (cache != nullptr) cache->advance(T);
   return pre_norm(ln_f, x);
 }
@@ -150,9 +128,9 @@ void Gpt::initialise() {
   }
 }
 
-GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logits,
-                       gpt2::KvCache* cache) {
-  const Tensor x = transformer(tokens, cache);
+GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logits, KvCache* cache,
+                       const Tensor& padding) {
+  const Tensor x = transformer(tokens, cache, padding);
   const auto last = [](const Tensor& all) { return all.narrow(1, all.size(1) - 1, 1); };
   if (!targets.defined()) {
     return {.logits = lm_head(logits == Logits::kLast ? last(x) : x), .loss = {}};

@@ -18,6 +18,8 @@
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/models/kv_cache.h>
+#include <tessera/nn/models/visible_keys.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/parallel_style.h>
@@ -51,31 +53,21 @@ struct GptConfig {
 // The parts of the model have transformers' names.
 namespace gpt2 {
 
-// Keys and values of earlier tokens, so that generation computes each token once.
-class KvCache {
+// Holds `batch` sequences of the model's context (kv_cache.h).
+class KvCache : public models::KvCache {
  public:
-  // Allocates for `batch` sequences of the model's context.
-  KvCache(const GptConfig& config, int64_t batch, DType dtype = kF32, const Device& device = kCpu);
-
-  int64_t length() const { return length_; }  // tokens held
-  int64_t capacity() const { return keys_.at(0).size(2); }
-  void clear() { length_ = 0; }
-
-  // Appends the keys and values [B, H, T, E] of one layer and returns all of them.
-  struct Held {
-    Tensor keys, values;  // [B, H, length + T, E]
-  };
-  Held append(size_t layer, const Tensor& keys, const Tensor& values);
-  void advance(int64_t tokens) { length_ += tokens; }  // after the last layer
-
- private:
-  std::vector<Tensor> keys_, values_;
-  int64_t length_ = 0;
+  KvCache(const GptConfig& config, int64_t batch, DType dtype = kF32, const Device& device = kCpu)
+      : models::KvCache({.layers = config.layers,
+                         .batch = batch,
+                         .heads = config.heads,
+                         .capacity = config.context,
+                         .width = config.width / config.heads},
+                        dtype, device) {}
 };
 
 struct Attention : Module<Attention> {
   Attention(const GptConfig& config, size_t layer);
-  Tensor forward(const Tensor& x, KvCache* cache);  // [B, T, C]
+  Tensor forward(const Tensor& x, const SeenKeys& keys, models::KvCache* cache);  // [B, T, C]
   PartEnds ends() const { return {&c_attn, &c_proj}; }
 
   const int64_t heads;
@@ -87,7 +79,7 @@ struct Attention : Module<Attention> {
 
 struct Block : Module<Block> {
   Block(const GptConfig& config, size_t layer);
-  Residual forward(const Residual& x, KvCache* cache);
+  Residual forward(const Residual& x, const SeenKeys& keys, models::KvCache* cache);
 
   const double dropout;
   LayerNorm& ln_1;
@@ -98,7 +90,8 @@ struct Block : Module<Block> {
 
 struct Transformer : Module<Transformer> {
   explicit Transformer(const GptConfig& config);
-  Tensor forward(const Tensor& tokens, KvCache* cache);  // [B, T] -> [B, T, C]
+  // [B, T] -> [B, T, C]
+  Tensor forward(const Tensor& tokens, models::KvCache* cache, const Tensor& padding = {});
 
   const GptConfig config;
   Embedding& wte;
@@ -126,9 +119,12 @@ class Gpt : public Module<Gpt> {
   explicit Gpt(const GptConfig& config);
 
   // tokens: [B, T] i64 or i32, T + cache length <= context; targets: [B, T], the token that follows
-  // each one (-100: none). With both logits and loss, all logits are materialized.
+  // each one (-100: none). With both logits and loss, all logits are materialized. padding: [B] i64
+  // or i32, tokens at the left of each sequence (of the cache and `tokens`) that are none: nobody
+  // sees them, and positions count from the first token after them.
   GptOutput forward(const Tensor& tokens, const Tensor& targets = {},
-                    Logits logits = Logits::kWithoutLoss, gpt2::KvCache* cache = nullptr);
+                    Logits logits = Logits::kWithoutLoss, KvCache* cache = nullptr,
+                    const Tensor& padding = {});
 
   // Reads a folder of transformers: config.json and model.safetensors, names with or without the
   // prefix "transformer.", c_attn, c_fc and c_proj weights as [in, out] (Conv1D). Causal mask

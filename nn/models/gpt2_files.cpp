@@ -73,7 +73,8 @@ void GptConfig::check() const {
 }
 
 GptConfig GptConfig::read(const std::string& path) {
-  const ConfigReader reader(path);
+  ConfigReader reader(path);
+  reader.set_defaults({{"eos_token_id", 50256}});  // of transformers' class
   reader.require("model_type", "gpt2");
   reader.require("activation_function", "gelu_new");
   reader.require("scale_attn_weights", true);
@@ -90,7 +91,7 @@ GptConfig GptConfig::read(const std::string& path) {
   config.layer_norm_eps = reader.number("layer_norm_epsilon", 1e-5);
   config.initializer_range = reader.number("initializer_range", 0.02);
   config.tied = reader.flag("tie_word_embeddings", true);
-  config.end_of_text = reader.integer_or_class("eos_token_id", -1, 50256);
+  config.end_of_text = reader.integer("eos_token_id", -1);
   config.tokenizer = reader.text("tokenizer");
   reader.check(config);
   return config;

@@ -1,120 +1,197 @@
 #include <tessera/nn/models/llama.h>
 
+#include <cmath>
+
 #include <tessera/autograd/autograd.h>
 #include <tessera/nn/init.h>
 
 namespace tessera::nn::models {
 namespace {
 
-RmsNormOptions norm_options(const LlamaConfig& config) { return {.eps = config.rms_norm_eps}; }
+RmsNormOptions norm_options(const LlamaConfig& config) {
+  return {.eps = config.rms_norm_eps, .plus_one = config.norms_plus_one};
+}
 
-// What tokens past .. past + T - 1 see of the tokens up to themselves; with a window the latest
-// alone.
-AttentionOptions visible(int64_t past, int64_t T, int64_t window, const Device& device) {
-  AttentionOptions options{.enable_gqa = true};
-  const int64_t S = past + T;
-  const bool cut = window > 0 && window < S;
-  if (past == 0 && !cut) {
-    options.causal = true;
-  } else if (T > 1 || cut) {
-    const Tensor all = ones({T, S}, {.dtype = kBool, .device = device});
-    options.mask = tril(cut ? triu(all, past - window + 1) : all, past);
-  }
-  return options;
+// cap * tanh(x / cap), below the cap on both sides.
+Tensor capped(const Tensor& x, double cap) { return tanh(x / cap) * cap; }
+
+// scaled_dot_product_attention of scores that are capped before the mask, in ops: [B, H, T, S] is in
+// memory. A query that sees no key, as of padding, takes the mean of all.
+Tensor capped_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const Tensor& mask, double scale, double cap) {
+  const int64_t B = query.size(0), H = query.size(1), T = query.size(2), E = query.size(3);
+  const int64_t Hk = key.size(1), S = key.size(2), group = H / Hk;
+  // The queries that share keys are rows of one product.
+  const Tensor rows = query.reshape({B, Hk, group * T, E});
+  Tensor scores = matmul(rows, key.transpose(2, 3)).view({B, Hk, group, T, S});
+  if (is_low_precision(scores.dtype())) scores = scores.to(kF32);
+  const Tensor hidden = logical_not(mask.dim() == 2 ? mask : mask.unsqueeze(1));
+  constexpr double kHidden = -1e30;
+  const Tensor weights = softmax(capped(scores * scale, cap).masked_fill(hidden, kHidden), -1);
+  return matmul(weights.to(value.dtype()).view({B, Hk, group * T, S}), value)
+      .view({B, H, T, value.size(3)});
+}
+
+// A part of the features is turned, the rest stays.
+Tensor turned(const Tensor& x, const RotaryAngles& angles) {
+  const int64_t part = 2 * angles.cos.size(-1), rest = x.size(-1) - part;
+  if (rest == 0) return rotary_embedding(x, angles.cos, angles.sin);
+  const Tensor head = rotary_embedding(x.narrow(-1, 0, part), angles.cos, angles.sin);
+  return cat({head, x.narrow(-1, part, rest)}, -1);
+}
+
+Tensor activated(const Tensor& gate, GatedActivation activation) {
+  if (activation == GatedActivation::kSilu) return silu(gate);
+  return gelu(gate, activation == GatedActivation::kGeluTanh ? Gelu::kTanh : Gelu::kNone);
 }
 
 }  // namespace
 
 namespace llama {
 
-// ---- KvCache -----------------------------------------------------------------------------------
-
-KvCache::KvCache(const LlamaConfig& config, int64_t batch, int64_t capacity, DType dtype,
-                 const Device& device) {
-  const Shape shape = {batch, config.keys(), capacity, config.head()};
-  for (int64_t i = 0; i < config.layers; ++i) {
-    keys_.push_back(empty(shape, {.dtype = dtype, .device = device}));
-    values_.push_back(empty(shape, {.dtype = dtype, .device = device}));
-  }
-}
-
-KvCache::Held KvCache::append(size_t layer, const Tensor& keys, const Tensor& values) {
-  const int64_t added = keys.size(2), total = length_ + added, capacity = keys_.at(layer).size(2);
-  TS_CHECK_SHAPE(total <= capacity, "KvCache", "holds ", length_, " of ", capacity,
-                 " tokens and cannot take ", added, " more; make it with more room");
-  const NoGradGuard no_grad;
-  keys_[layer].narrow(2, length_, added).copy_(keys);
-  values_[layer].narrow(2, length_, added).copy_(values);
-  return {keys_[layer].narrow(2, 0, total), values_[layer].narrow(2, 0, total)};
-}
-
 // ---- Blocks ------------------------------------------------------------------------------------
 
 Attention::Attention(const LlamaConfig& config, int64_t layer)
-    : config(config),
-      layer(layer),
-      q_proj(add<Linear>("q_proj", config.width, config.heads * config.head(),
-                         LinearOptions{.bias = config.qkv_bias})),
-      k_proj(add<Linear>("k_proj", config.width, config.keys() * config.head(),
-                         LinearOptions{.bias = config.qkv_bias})),
-      v_proj(add<Linear>("v_proj", config.width, config.keys() * config.head(),
-                         LinearOptions{.bias = config.qkv_bias})),
-      o_proj(add<Linear>("o_proj", config.heads * config.head(), config.width,
-                         LinearOptions{.bias = config.out_bias})) {
+    : config(config), layer(layer), o_proj([&]() -> Linear& {
+        const auto linear = [&](const char* name, int64_t heads) {
+          return &add<Linear>(name, config.width, heads * config.head(),
+                              LinearOptions{.bias = config.qkv_bias});
+        };
+        if (config.joined) {
+          qkv_proj = linear("qkv_proj", config.heads + 2 * config.keys());
+        } else {
+          q_proj = linear("q_proj", config.heads);
+          k_proj = linear("k_proj", config.keys());
+          v_proj = linear("v_proj", config.keys());
+        }
+        return add<Linear>("o_proj", config.heads * config.head(), config.width,
+                           LinearOptions{.bias = config.out_bias});
+      }()) {
   if (!config.head_norms) return;
   q_norm = &add<RMSNorm>("q_norm", config.head(), norm_options(config));
   k_norm = &add<RMSNorm>("k_norm", config.head(), norm_options(config));
 }
 
-Tensor Attention::forward(const Tensor& given, const Positions& positions, KvCache* cache) {
+Attention::Projected Attention::project(const Tensor& given) {
   // Tokens and heads are those that tensors have: where ranks share the layer, each has some heads.
-  const Tensor x = entered(q_proj, given);
-  const int64_t B = x.size(0), T = x.size(1), E = config.head();
+  const int64_t E = config.head();
   const auto split = [&](const Tensor& y, RMSNorm* norm = nullptr) {
-    const Tensor heads = y.view({B, T, y.size(-1) / E, E});
+    const Tensor heads = y.view({y.size(0), y.size(1), y.size(-1) / E, E});
     return (norm == nullptr ? heads : (*norm)(heads)).transpose(1, 2);
   };
-  const auto& [cos, sin] = positions.angles;
-  const Tensor queries = rotary_embedding(split(q_proj(x), q_norm), cos, sin);
-  KvCache::Held held{rotary_embedding(split(k_proj(x), k_norm), cos, sin), split(v_proj(x))};
+  if (config.joined) {
+    const Tensor heads = split((*qkv_proj)(given));
+    const int64_t H = config.heads, Hk = config.keys();
+    return {heads.narrow(1, 0, H), heads.narrow(1, H, Hk), heads.narrow(1, H + Hk, Hk)};
+  }
+  const Tensor x = entered(*q_proj, given);
+  return {split((*q_proj)(x), q_norm), split((*k_proj)(x), k_norm), split((*v_proj)(x))};
+}
+
+Tensor Attention::forward(const Tensor& given, const Positions& positions, models::KvCache* cache) {
+  const View& view = config.window_of(layer) > 0 ? positions.window : positions.all;
+  const auto [query, key, value] = project(given);
+  const Tensor queries = turned(query, view.angles);
+  KvCache::Held held{turned(key, view.angles), value};
   if (cache != nullptr) held = cache->append(static_cast<size_t>(layer), held.keys, held.values);
+  AttentionOptions options = view.keys.options;
+  if (config.query_scalar > 0) options.scale = 1 / std::sqrt(config.query_scalar);
+  if (is_training()) options.dropout = config.attention_dropout;
+  const auto E = static_cast<double>(config.head());
   const Tensor mixed =
-      scaled_dot_product_attention(queries, held.keys, held.values,
-                                   config.window_of(layer) > 0 ? positions.window : positions.all);
-  return o_proj(mixed.transpose(1, 2).reshape({B, T, mixed.size(1) * E}));
+      config.score_cap > 0
+          ? capped_attention(queries, held.keys, held.values, options.mask,
+                             options.scale.value_or(1 / std::sqrt(E)), config.score_cap)
+          : scaled_dot_product_attention(queries, held.keys, held.values, options);
+  const int64_t B = mixed.size(0), T = mixed.size(2);
+  return o_proj(mixed.transpose(1, 2).reshape({B, T, mixed.size(1) * mixed.size(3)}));
 }
 
 GatedMlp::GatedMlp(const LlamaConfig& config)
-    : gate_proj(add<Linear>("gate_proj", config.width, config.inner,
-                            LinearOptions{.bias = config.mlp_bias})),
-      up_proj(add<Linear>("up_proj", config.width, config.inner,
-                          LinearOptions{.bias = config.mlp_bias})),
-      down_proj(add<Linear>("down_proj", config.inner, config.width,
-                            LinearOptions{.bias = config.mlp_bias})) {}
+    : activation(config.activation), down_proj([&]() -> Linear& {
+        const LinearOptions options{.bias = config.mlp_bias};
+        if (config.joined) {
+          gate_up_proj = &add<Linear>("gate_up_proj", config.width, 2 * config.inner, options);
+        } else {
+          gate_proj = &add<Linear>("gate_proj", config.width, config.inner, options);
+          up_proj = &add<Linear>("up_proj", config.width, config.inner, options);
+        }
+        return add<Linear>("down_proj", config.inner, config.width, options);
+      }()) {}
+
+Tensor GatedMlp::forward(const Tensor& given) {
+  if (gate_up_proj != nullptr) {
+    const TensorList both = (*gate_up_proj)(given).chunk(2, -1);
+    return down_proj(activated(both[0], activation) * both[1]);
+  }
+  const Tensor x = entered(*gate_proj, given);
+  return down_proj(activated((*gate_proj)(x), activation) * (*up_proj)(x));
+}
 
 DecoderLayer::DecoderLayer(const LlamaConfig& config, int64_t layer)
     : input_layernorm(add<RMSNorm>("input_layernorm", config.width, norm_options(config))),
       self_attn(add<Attention>("self_attn", config, layer)),
       post_attention_layernorm(
           add<RMSNorm>("post_attention_layernorm", config.width, norm_options(config))),
-      mlp(add<GatedMlp>("mlp", config)) {}
+      mlp([&]() -> GatedMlp& {
+        if (config.post_norms) {
+          const auto norm = [&](const char* name) {
+            return &add<RMSNorm>(name, config.width, norm_options(config));
+          };
+          pre_feedforward_layernorm = norm("pre_feedforward_layernorm");
+          post_feedforward_layernorm = norm("post_feedforward_layernorm");
+        }
+        return add<GatedMlp>("mlp", config);
+      }()) {}
+
+Tensor DecoderLayer::forward(const Tensor& x, const Positions& positions, models::KvCache* cache) {
+  const Tensor attended = self_attn(input_layernorm(x), positions, cache);
+  if (post_feedforward_layernorm == nullptr) {
+    const Tensor middle = x + attended;
+    return middle + mlp(post_attention_layernorm(middle));
+  }
+  const Tensor middle = x + post_attention_layernorm(attended);
+  return middle + (*post_feedforward_layernorm)(mlp((*pre_feedforward_layernorm)(middle)));
+}
 
 Decoder::Decoder(const LlamaConfig& config)
     : config(config),
       embed_tokens(add<Embedding>("embed_tokens", config.vocab_size, config.width)),
       layers(add<ModuleList>("layers")),
       norm(add<RMSNorm>("norm", config.width, norm_options(config))),
-      rotary_emb(add<RotaryEmbedding>("rotary_emb", config.head(), config.rotary)) {
+      rotary_emb(add<RotaryEmbedding>("rotary_emb", config.rotated_features(), config.rotary)) {
+  if (config.window_rotary) {
+    window_rotary_emb = &add<RotaryEmbedding>("window_rotary_emb", config.rotated_features(),
+                                              *config.window_rotary);
+  }
   for (int64_t i = 0; i < config.layers; ++i) layers.append<DecoderLayer>(config, i);
 }
 
-Tensor Decoder::forward(const Tensor& tokens, KvCache* cache) {
+Tensor Decoder::forward(const Tensor& tokens, models::KvCache* cache, const Tensor& padding) {
   TS_CHECK_SHAPE(tokens.dim() == 2, "llama", "tokens must be [batch, length]; got ", tokens);
+  check_padding(padding, tokens);
   const int64_t past = cache == nullptr ? 0 : cache->length(), T = tokens.size(1);
   Tensor x = embed_tokens(tokens);
-  const Positions positions{.angles = rotary_emb.angles(past, T, x.device()),
-                            .all = visible(past, T, 0, x.device()),
-                            .window = visible(past, T, config.window, x.device())};
+  if (config.scaled_embedding) {
+    const double root = std::sqrt(static_cast<double>(config.width));
+    x = x * full({1}, root, {.dtype = x.dtype()}).item();  // rounded
+  }
+  const auto view = [&](const RotaryEmbedding& rotary, int64_t window) {
+    const VisibleKeys keys{.past = past, .count = T, .window = window, .padding = padding};
+    View result{.angles = padding.defined()
+                              ? rotary.angles(positions_of(keys, x.device()).unsqueeze(1), past + T)
+                              : rotary.angles(past, T, x.device()),
+                .keys = attention_to(keys, x.device())};
+    if (config.score_cap > 0) {
+      result.keys = {.options = {.mask = mask_of(keys, x.device())}};
+    }
+    return result;
+  };
+  const Positions positions{
+      .all = view(rotary_emb, 0),
+      .window = config.window == 0
+                    ? View{}
+                    : view(window_rotary_emb ? *window_rotary_emb : rotary_emb, config.window)};
   for (size_t i = 0; i < layers.size(); ++i) x = layers.at<DecoderLayer>(i)(x, positions, cache);
   if (cache != nullptr) cache->advance(T);
   return norm(x);
@@ -139,7 +216,8 @@ Llama::Llama(const LlamaConfig& config)
   if (!ParameterDefaultsGuard::current().initialise) return;
   for (const auto& [name, tensor] : named_parameters()) {
     if (tensor.dim() == 1) {
-      init::constant(tensor, name.ends_with(".weight") ? 1 : 0);
+      // Biases are 0, and so are weights of norms that add 1 to them.
+      init::constant(tensor, name.ends_with(".weight") && !config.norms_plus_one ? 1 : 0);
     } else {
       init::normal(tensor, 0, config.initializer_range, initial_stream(name));
     }
@@ -147,16 +225,28 @@ Llama::Llama(const LlamaConfig& config)
 }
 
 LlamaOutput Llama::forward(const Tensor& tokens, const Tensor& targets, bool last_only,
-                           llama::KvCache* cache) {
-  const Tensor x = model(tokens, cache);
+                           KvCache* cache, const Tensor& padding) {
+  const Tensor x = model(tokens, cache, padding);
+  const auto logits_of = [&](const Tensor& rows) {
+    const Tensor logits = lm_head(rows);
+    return config.logit_cap > 0 ? capped(logits, config.logit_cap) : logits;
+  };
   if (!targets.defined()) {
-    return {.logits = lm_head(last_only ? x.narrow(1, x.size(1) - 1, 1) : x), .loss = {}};
+    return {.logits = logits_of(last_only ? x.narrow(1, x.size(1) - 1, 1) : x), .loss = {}};
   }
-  return {.logits = {}, .loss = linear_cross_entropy(lm_head, x, targets)};
+  if (config.logit_cap == 0) {
+    return {.logits = {}, .loss = linear_cross_entropy(lm_head, x, targets)};
+  }
+  const int64_t rows = targets.numel();
+  return {.logits = {},
+          .loss = cross_entropy(logits_of(x).reshape({rows, config.vocab_size}),
+                                targets.reshape({rows}))};
 }
 
 std::vector<StyledModules> Llama::parallel_styles() const {
   using enum ParallelStyle;
+  // Unequal blocks of qkv_proj are not divided, so such a model does not say how it may be.
+  if (config.joined) return {};
   std::vector<StyledModules> styles{
       {"model.embed_tokens", kVocabulary},
       {"model.layers.*.*_layernorm", kSequence},

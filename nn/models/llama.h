@@ -1,5 +1,6 @@
-// Llama (Touvron et al. 2023), Mistral, Qwen2 and Qwen3 with the parameter names and files of
-// HuggingFace transformers: RMSNorm, rotary positions, grouped queries, a gated perceptron.
+// Llama (Touvron et al. 2023) and what is built like it: Mistral, Qwen2, Qwen3, Gemma 1 to 3 and
+// Phi-3, with the parameter names and files of HuggingFace transformers: RMSNorm, rotary positions,
+// grouped queries, a gated perceptron. LlamaConfig says in what they differ.
 //
 //     auto model = nn::models::Llama::from_pretrained("TinyLlama-1.1B");
 //     Tensor loss = (*model)(batch.inputs, batch.targets).loss;
@@ -15,7 +16,9 @@
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/models/kv_cache.h>
 #include <tessera/nn/models/llama_config.h>
+#include <tessera/nn/models/visible_keys.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/parallel_style.h>
 #include <tessera/nn/transformer/rotary.h>
@@ -25,83 +28,86 @@ namespace tessera::nn::models {
 // The parts of the model have transformers' names.
 namespace llama {
 
-// Keys and values of earlier tokens, so that generation computes each token once.
-class KvCache {
+// Holds `batch` sequences of `capacity` tokens (kv_cache.h).
+class KvCache : public models::KvCache {
  public:
-  // Allocates for `batch` sequences of `capacity` tokens.
   KvCache(const LlamaConfig& config, int64_t batch, int64_t capacity, DType dtype = kF32,
-          const Device& device = kCpu);
-  int64_t length() const { return length_; }  // tokens held
-  struct Held {
-    Tensor keys, values;  // [B, keys(), length + T, head()]
-  };
-  // Appends the keys and values [B, keys(), T, head()] of one layer and returns all of them.
-  Held append(size_t layer, const Tensor& keys, const Tensor& values);
-  void advance(int64_t tokens) { length_ += tokens; }  // after the last layer
-
- private:
-  std::vector<Tensor> keys_, values_;
-  int64_t length_ = 0;
+          const Device& device = kCpu)
+      : models::KvCache({.layers = config.layers,
+                         .batch = batch,
+                         .heads = config.keys(),
+                         .capacity = capacity,
+                         .width = config.head()},
+                        dtype, device) {}
 };
 
-// Values that all layers of one call share.
-struct Positions {
+// Values that all layers of a kind share in one call.
+struct View {
   RotaryAngles angles;
-  AttentionOptions all, window;  // masks of layers without and with a window
-  void visit_tensors(auto&& visit) {
-    visit(angles.cos), visit(angles.sin), visit(all.mask), visit(window.mask);
-  }
+  SeenKeys keys;
+  void visit_tensors(auto&& visit) { visit(angles), visit(keys); }
+};
+struct Positions {
+  View all, window;  // of layers without and with a window
+  void visit_tensors(auto&& visit) { visit(all), visit(window); }
 };
 
 struct Attention : Module<Attention> {
   Attention(const LlamaConfig& config, int64_t layer);
-  Tensor forward(const Tensor& x, const Positions& positions, KvCache* cache);  // [B, T, C]
+  Tensor forward(const Tensor& x, const Positions& positions, models::KvCache* cache);  // [B, T, C]
 
   const LlamaConfig config;
   const int64_t layer;
-  Linear& q_proj;
-  Linear& k_proj;
-  Linear& v_proj;
+  Linear* qkv_proj = nullptr;  // with LlamaConfig::joined, in place of the three
+  Linear* q_proj = nullptr;
+  Linear* k_proj = nullptr;
+  Linear* v_proj = nullptr;
   Linear& o_proj;
   RMSNorm* q_norm = nullptr;  // with LlamaConfig::head_norms
   RMSNorm* k_norm = nullptr;
+
+ private:
+  struct Projected {
+    Tensor query, key, value;  // [B, H, T, E], not turned yet
+  };
+  Projected project(const Tensor& x);
 };
 
-// "SwiGLU" (Shazeer 2020): down(silu(gate(x)) * up(x)).
+// "SwiGLU" (Shazeer 2020): down(silu(gate(x)) * up(x)); the activation is the config's.
 struct GatedMlp : Module<GatedMlp> {
   explicit GatedMlp(const LlamaConfig& config);
-  Tensor forward(const Tensor& given) {
-    const Tensor x = entered(gate_proj, given);
-    return down_proj(silu(gate_proj(x)) * up_proj(x));
-  }
+  Tensor forward(const Tensor& x);
 
-  Linear& gate_proj;
-  Linear& up_proj;
+  const GatedActivation activation;
+  Linear* gate_up_proj = nullptr;  // with LlamaConfig::joined, in place of the two
+  Linear* gate_proj = nullptr;
+  Linear* up_proj = nullptr;
   Linear& down_proj;
 };
 
 struct DecoderLayer : Module<DecoderLayer> {
   DecoderLayer(const LlamaConfig& config, int64_t layer);
-  Tensor forward(const Tensor& x, const Positions& positions, KvCache* cache) {
-    const Tensor middle = x + self_attn(input_layernorm(x), positions, cache);
-    return middle + mlp(post_attention_layernorm(middle));
-  }
+  Tensor forward(const Tensor& x, const Positions& positions, models::KvCache* cache);
 
   RMSNorm& input_layernorm;
   Attention& self_attn;
-  RMSNorm& post_attention_layernorm;
+  RMSNorm& post_attention_layernorm;  // with post_norms of attention's result, else before the mlp
+  RMSNorm* pre_feedforward_layernorm = nullptr;   // with LlamaConfig::post_norms
+  RMSNorm* post_feedforward_layernorm = nullptr;  // with LlamaConfig::post_norms
   GatedMlp& mlp;
 };
 
 struct Decoder : Module<Decoder> {
   explicit Decoder(const LlamaConfig& config);
-  Tensor forward(const Tensor& tokens, KvCache* cache);  // [B, T] -> [B, T, C]
+  // [B, T] -> [B, T, C]
+  Tensor forward(const Tensor& tokens, models::KvCache* cache, const Tensor& padding = {});
 
   const LlamaConfig config;
   Embedding& embed_tokens;
   ModuleList& layers;
   RMSNorm& norm;
   RotaryEmbedding& rotary_emb;
+  RotaryEmbedding* window_rotary_emb = nullptr;  // with LlamaConfig::window_rotary
 };
 
 }  // namespace llama
@@ -116,9 +122,11 @@ class Llama : public Module<Llama> {
  public:
   explicit Llama(const LlamaConfig& config);
   // tokens: [B, T] i64 or i32; targets: [B, T], the token that follows each one (-100: none). With
-  // targets there is a loss and no logits, which are never in memory whole.
+  // targets there is a loss and no logits, which are never in memory whole unless they are capped.
+  // padding: [B] i64 or i32, tokens at the left of each sequence (of the cache and `tokens`) that
+  // are none: nobody sees them, and positions count from the first token after them.
   LlamaOutput forward(const Tensor& tokens, const Tensor& targets = {}, bool last_only = false,
-                      llama::KvCache* cache = nullptr);
+                      KvCache* cache = nullptr, const Tensor& padding = {});
 
   // Reads a folder of transformers, with one model.safetensors or shards and an index.
   static std::unique_ptr<Llama> from_pretrained(const std::string& folder);

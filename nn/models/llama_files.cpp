@@ -45,58 +45,26 @@ void LlamaConfig::check() const {
   TS_CHECK_AS(ConfigError, heads % keys() == 0, "llama",
               "num_attention_heads must be a multiple of num_key_value_heads; got ", heads, " and ",
               keys());
-  TS_CHECK_AS(ConfigError, window >= 0 && first_window_layer >= 0, "llama",
-              "sliding_window and max_window_layers must not be negative; got ", window, " and ",
-              first_window_layer);
+  TS_CHECK_AS(ConfigError, window >= 0, "llama", "sliding_window must not be negative; got ",
+              window);
   check_extent("llama", layers, weights_of(*this));
-}
-
-void LlamaConfig::write(const std::string& path, DType dtype) const {
-  const std::string name = kind == "llama"     ? "Llama"
-                           : kind == "mistral" ? "Mistral"
-                           : kind == "qwen3"   ? "Qwen3"
-                                               : "Qwen2";
-  Json rope = {{"rope_type", kRotaryScalings[static_cast<size_t>(rotary.scaling)]},
-               {"rope_theta", rotary.theta}};
-  if (rotary.scaling != RotaryScaling::kNone) rope["factor"] = rotary.factor;
-  if (rotary.scaling == RotaryScaling::kLlama3) {
-    rope["low_freq_factor"] = rotary.low_freq_factor;
-    rope["high_freq_factor"] = rotary.high_freq_factor;
-    rope["original_max_position_embeddings"] = rotary.context;
-  }
-  Json json = {{"architectures", {name + "ForCausalLM"}},
-               {"attention_dropout", 0.0},
-               {"bos_token_id", begin_of_text >= 0 ? Json(begin_of_text) : Json()},
-               {"dtype", torch_name_of(dtype)},
-               {"torch_dtype", torch_name_of(dtype)},
-               {"eos_token_id", end_of_text.empty()       ? Json()
-                                : end_of_text.size() == 1 ? Json(end_of_text[0])
-                                                          : Json(end_of_text)},
-               {"head_dim", head()},
-               {"hidden_act", "silu"},
-               {"hidden_size", width},
-               {"initializer_range", initializer_range},
-               {"intermediate_size", inner},
-               {"max_position_embeddings", context},
-               {"model_type", kind},
-               {"num_attention_heads", heads},
-               {"num_hidden_layers", layers},
-               {"num_key_value_heads", keys()},
-               {"rms_norm_eps", rms_norm_eps},
-               {"rope_parameters", rope},
-               {"rope_theta", rotary.theta},
-               {"rope_scaling", rotary.scaling == RotaryScaling::kNone ? Json() : rope},
-               {"tie_word_embeddings", tied},
-               {"vocab_size", vocab_size}};
-  if (kind == "llama") json.update({{"attention_bias", out_bias}, {"mlp_bias", mlp_bias}});
-  if (kind == "mistral") json["sliding_window"] = window > 0 ? Json(window) : Json();
-  if (kind == "qwen3") json["attention_bias"] = out_bias;
-  if (kind.starts_with("qwen")) {
-    json.update({{"use_sliding_window", window > 0},
-                 {"sliding_window", window > 0 ? Json(window) : Json()},
-                 {"max_window_layers", first_window_layer}});
-  }
-  write_file_atomically(path, json.dump(2) + "\n");
+  TS_CHECK_AS(ConfigError, windowed.empty() || windowed.size() == static_cast<size_t>(layers),
+              "llama", "layer_types says of ", windowed.size(), " layers; there are ", layers);
+  TS_CHECK_AS(ConfigError,
+              rotated > 0 && rotated <= 1 && rotated_features() > 0 && rotated_features() % 2 == 0,
+              "llama", "partial_rotary_factor rotates an even number of a head's ", head(),
+              " features; got ", rotated);
+  TS_CHECK_AS(ConfigError, attention_dropout >= 0 && attention_dropout < 1, "llama",
+              "attention_dropout must be in [0, 1); got ", attention_dropout);
+  TS_CHECK_AS(ConfigError, attention_dropout == 0 || score_cap == 0, "llama",
+              "has no attention_dropout of capped scores (attn_logit_softcapping); got ",
+              attention_dropout, "; set it to 0");
+  TS_CHECK_AS(ConfigError, query_scalar >= 0 && score_cap >= 0 && logit_cap >= 0, "llama",
+              "query_pre_attn_scalar, attn_logit_softcapping and final_logit_softcapping must be "
+              "above 0; got ",
+              query_scalar, ", ", score_cap, " and ", logit_cap);
+  TS_CHECK_AS(ConfigError, !joined || (!qkv_bias && !mlp_bias), "llama",
+              "a model of joined projections has no biases");
 }
 
 // Before a model is made: a damaged config.json would ask for any amount of memory.

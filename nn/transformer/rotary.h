@@ -13,6 +13,8 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include <tessera/nn/module.h>
 
@@ -20,20 +22,32 @@ namespace tessera::nn {
 
 // Scalings of the frequencies; the names in config.json of transformers ("rope_type").
 enum class RotaryScaling {
-  kNone,     // "default"
-  kLinear,   // "linear": each is divided by `factor` (Chen et al. 2023)
-  kDynamic,  // "dynamic": theta grows once a sequence is longer than `context` ("NTK-aware")
-  kLlama3,   // "llama3": slow ones are divided by `factor`, fast ones stay, and between blends
+  kNone,      // "default"
+  kLinear,    // "linear": each is divided by `factor` (Chen et al. 2023)
+  kDynamic,   // "dynamic": theta grows once a sequence is longer than `context` ("NTK-aware")
+  kLlama3,    // "llama3": slow ones are divided by `factor`, fast ones stay, and between blends
+  kYarn,      // "yarn": the same by the pair's number (Peng et al. 2023), and scores grow
+  kLongRope,  // "longrope": each has a divisor of its own (Ding et al. 2024), and scores grow
 };
 struct RotaryOptions {
   double theta = 10000;
   RotaryScaling scaling = RotaryScaling::kNone;
   double factor = 1;
-  int64_t context = 0;  // context length of the training: kDynamic, kLlama3
+  int64_t context = 0;  // context length of the training: all but kNone and kLinear
   // kLlama3: pairs with fewer rotations than the first number in `context` positions are slow,
   // those with more than the second are fast.
   double low_freq_factor = 1;
   double high_freq_factor = 4;
+  // kYarn: pairs that turn more often than beta_fast times in `context` positions are fast, those
+  // that turn less often than beta_slow times slow; `truncate` widens this to whole pairs.
+  double beta_fast = 32;
+  double beta_slow = 1;
+  bool truncate = true;
+  // kLongRope: the divisors of the pairs' frequencies, for sequences up to `context` and longer.
+  std::vector<double> short_factor = {}, long_factor = {};
+  // kYarn, kLongRope: cos and sin are multiplied with it. Absent: 0.1 log(factor) + 1, and
+  // sqrt(1 + log(factor) / log(context)).
+  std::optional<double> attention_factor = {};
   bool interleaved = false;  // pairs (2i, 2i + 1) in place of (i, i + C/2)
   bool operator==(const RotaryOptions&) const = default;
 };
@@ -50,9 +64,13 @@ class RotaryEmbedding : public Module<RotaryEmbedding> {
   explicit RotaryEmbedding(int64_t features, const RotaryOptions& options = {});
   // x: [..., T, features], at positions begin .. begin + T - 1.
   Tensor forward(const Tensor& x, int64_t begin = 0);
-  // For positions begin .. begin + count - 1; kDynamic takes begin + count as the sequence's length
-  // and uses its frequencies for this call only (cached keys do not change).
+  // For positions begin .. begin + count - 1; kDynamic and kLongRope take begin + count as the
+  // sequence's length and use its frequencies for this call only (cached keys do not change).
   RotaryAngles angles(int64_t begin, int64_t count, const Device& device = kCpu) const;
+  // For any positions of sequences of that length. positions: [..., T] i64; result: [..., T, C/2].
+  RotaryAngles angles(const Tensor& positions, int64_t length) const;
+  // By which a position turns each pair, in sequences of that length: [C/2], f64.
+  Tensor frequencies(int64_t length, const Device& device) const;
   std::string extra_repr() const override;
   std::unique_ptr<RotaryEmbedding> remake() const {
     return std::make_unique<RotaryEmbedding>(features, options);
@@ -62,7 +80,7 @@ class RotaryEmbedding : public Module<RotaryEmbedding> {
   const RotaryOptions options;
 
  private:
-  Tensor frequencies(int64_t length, const Device& device) const;  // [C/2], f64
+  double amplitude() const;  // of cos and sin
 };
 
 }  // namespace tessera::nn

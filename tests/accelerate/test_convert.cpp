@@ -1,4 +1,4 @@
-// `tessera convert` and `tessera tokenize`: a model's files and texts.
+// `tessera convert`, `tessera tokenize` and `tessera evaluate`: a model's files and texts.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -8,6 +8,8 @@
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/core/state/torch_file.h>
+#include <tessera/nn/init.h>
+#include <tessera/nn/models/evaluation.h>
 
 #include "accelerate/tessera_command.h"
 #include "golden_files.h"
@@ -190,6 +192,74 @@ TEST_F(Tokenize, NamesTheLineThatItCannotTake) {
   expect_complaint(family_ + " --decode", "100000\n", "100000");
   expect_complaint(family_ + " --offsets", "a\n", "--offsets", 2);
   expect_complaint(folder_.path("none"), "a\n", "none");
+}
+
+class Evaluate : public testing::Test {
+ protected:
+  Evaluate() {
+    for (const auto& [name, parameter] : model_.named_parameters()) {
+      if (parameter.dim() > 1) nn::init::normal(parameter, 0, 0.3, RandomStream{name.size(), 0});
+    }
+    model_.save_pretrained(folder_.path("model"));
+  }
+  FinishedProcess evaluate(std::vector<std::string> words) {
+    words.insert(words.begin(), {"evaluate", folder_.path("model"), "--threads", "1"});
+    return tessera_command(words);
+  }
+  static std::vector<int64_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+  nn::models::Llama model_{{.width = 16, .inner = 24, .layers = 1, .heads = 2, .kv_heads = 1}};
+  TestFolder folder_;
+};
+
+TEST_F(Evaluate, PerplexityIsThatOfTheLibrary) {
+  const std::string text = "What is the perplexity of a text that nobody wrote?";
+  folder_.write("text", text);
+  const auto process =
+      evaluate({"--text", folder_.path("text"), "--window", "16", "--stride", "6", "--json"});
+  ASSERT_EQ(process.code(), 0) << process;
+  const auto json = nlohmann::json::parse(process.output);
+  const auto expected = nn::models::perplexity(nn::models::language_model(model_), bytes(text),
+                                               {.window = 16, .stride = 6});
+  EXPECT_EQ(json.at("tokens"), text.size() - 1);
+  EXPECT_NEAR(json.at("perplexity"), expected.perplexity(), 1e-4 * expected.perplexity());
+}
+
+TEST_F(Evaluate, AnswersCountWhereTheyAreTheMostLikelyChoice) {
+  const std::vector<std::string> choices = {" yes", " no", " perhaps so"};
+  std::vector<nn::models::Continuation> all;
+  for (const std::string& each : choices) all.push_back({bytes("Is it?"), bytes(each)});
+  const auto found = nn::models::continuation_likelihoods(nn::models::language_model(model_), all);
+  size_t best = 0;
+  for (size_t i = 1; i < 3; ++i) {
+    if (found[i].log_likelihood > found[best].log_likelihood) best = i;
+  }
+  const auto line = [&](size_t answer) {
+    return nlohmann::json{{"context", "Is it?"}, {"choices", choices}, {"answer", answer}}.dump() +
+           "\n";
+  };
+  folder_.write("questions", line(best) + "\n" + line((best + 1) % 3) + line(best) + line(best));
+  const auto process = evaluate({"--choices", folder_.path("questions"), "--json"});
+  ASSERT_EQ(process.code(), 0) << process;
+  const auto json = nlohmann::json::parse(process.output);
+  EXPECT_EQ(json.at("accuracy"), 0.75);
+  EXPECT_EQ(json.at("questions"), 4);
+}
+
+TEST_F(Evaluate, WhatCannotBeReadIsNamedWithItsLine) {
+  const auto complains = [&](const std::string& line, const std::string& why) {
+    folder_.write("questions", line + "\n");
+    const auto process = evaluate({"--choices", folder_.path("questions")});
+    EXPECT_EQ(process.code(), 1) << process;
+    EXPECT_TRUE(process.complained("line 1")) << process;
+    EXPECT_TRUE(process.complained(why)) << process;
+  };
+  complains("{", "no JSON");
+  complains(R"({"context": "a", "choices": ["b"], "answer": 0})", "at least two");
+  complains(R"({"context": "a", "choices": ["b", "c"], "answer": 2})", "index");
+  complains(R"({"context": "a", "choices": ["b", ""], "answer": 0})", "adds no token");
+  EXPECT_EQ(evaluate({}).code(), 2);
+  EXPECT_EQ(evaluate({"--text", folder_.path("missing")}).code(), 1);
 }
 
 }  // namespace

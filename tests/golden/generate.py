@@ -9,6 +9,7 @@ import warnings
 import torch
 
 import counterpart_cases
+import decoder_cases
 import layer_cases
 import llama_cases
 import lora_cases
@@ -29,6 +30,7 @@ if __name__ == "__main__":
     model_cases.write_all()
     lora_cases.write_all()
     llama_cases.write_all()
+    decoder_cases.write_all()
     power_sgd_cases.write_all()
     muon_cases.write_all()
     layer_cases.write_all()

@@ -182,8 +182,8 @@ TEST(Llama, AQwen3NormalisesQueriesAndKeysOfEachHead) {
     mul_(weight, Scalar(factor));
     return max(abs(model(ids).logits - before)).item();
   };
-  EXPECT_LT(change(attention.q_proj.weight, 4), 1e-3) << "only directions count";
-  EXPECT_LT(change(attention.k_proj.weight, 3), 1e-3);
+  EXPECT_LT(change(attention.q_proj->weight, 4), 1e-3) << "only directions count";
+  EXPECT_LT(change(attention.k_proj->weight, 3), 1e-3);
   EXPECT_GT(change(attention.q_norm->weight, 3), 1e-3);
   TestFolder folder;
   model.save_pretrained(folder.path("copy"));
@@ -203,11 +203,17 @@ TEST(Llama, WhatTheModelDoesNotKnowIsNamed) {
     EXPECT_NE(message.find(why), std::string::npos) << message;
     EXPECT_NE(message.find("config.json"), std::string::npos) << message;
   };
-  refused({{"model_type", "gemma"}}, "gemma");
-  refused({{"hidden_act", "gelu"}}, "hidden_act");
-  refused({{"rope_parameters", {{"rope_type", "yarn"}}}}, "yarn");
+  refused({{"model_type", "gemma3n"}}, "gemma3n");
+  refused({{"model_type", "gemma3"}}, "text_config");
+  refused({{"hidden_act", "relu"}}, "hidden_act");
+  refused({{"rope_parameters", {{"rope_type", "axial"}}}}, "axial");
+  refused({{"rope_parameters", {{"rope_type", "yarn"}}}}, "'factor'");
   refused({{"rope_parameters", {{"rope_type", "linear"}, {"factor", "2"}}}}, "factor");
-  refused({{"layer_types", {"sliding_attention", "full_attention"}}}, "layer_types");
+  refused({{"layer_types", {"sliding_attention", "chunked_attention"}}}, "chunked_attention");
+  refused({{"layer_types", {"sliding_attention"}}}, "layer_types");
+  refused({{"quantization_config", {{"bits", 4}}}}, "quantization_config");
+  refused({{"attention_bias", true}}, "attention_bias");
+  refused({{"use_bidirectional_attention", true}}, "use_bidirectional_attention");
   refused({{"num_key_value_heads", 3}}, "num_key_value_heads");
   refused({{"hidden_size", -4}}, "hidden_size");
   refused({{"head_dim", 7}}, "even number");
@@ -270,9 +276,9 @@ TEST(Llama, FieldsThatAreNotThereAreThoseOfTransformersClasses) {
   EXPECT_EQ(config_with("qwen2", {{"use_sliding_window", false}}).window, 0);
   EXPECT_EQ(config_with("qwen2", {{"use_sliding_window", nullptr}}).window, 0);
   EXPECT_EQ(config_with("qwen2", Json::object(), {"use_sliding_window"}).window, 0);
-  EXPECT_EQ(
-      config_with("qwen2", Json::object(), {"max_window_layers", "layer_types"}).first_window_layer,
-      28);
+  EXPECT_EQ(config_with("qwen2", Json::object(), {"max_window_layers", "layer_types"}).windowed,
+            std::vector<bool>(2, false));
+  EXPECT_EQ(config_with("qwen2", {{"max_window_layers", 0}}, {"layer_types"}).window_of(0), 4);
   for (const auto& [name, context, keys, begin] :
        {std::tuple("llama", 2048, 4, 1), std::tuple("mistral", 131072, 8, 1),
         std::tuple("qwen2", 32768, 32, -1)}) {

@@ -1,0 +1,60 @@
+// Keys and values of earlier tokens, so that generation computes each token once.
+//
+//     nn::models::llama::KvCache cache(model.config, 4, 512, kBF16);  // 4 texts of up to 512 tokens
+//     Tensor logits = model(prompt, {}, true, &cache).logits;
+//     logits = model(next, {}, true, &cache).logits;
+//
+// It holds them as f32, bf16 or f16, or with kU8 in 8 bits: each vector of a head and token by its
+// smallest value and a 255th of its range, so that no element is off by more than a 510th of the
+// range, beside rounding of f32. 8 bits take (E + 8) / 4 E of the bytes of f32. What attention reads
+// is converted to the dtype of the keys that are appended, one layer at a time: each call reads
+// what is held and writes it once in that dtype, which f32 beside f32 saves.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <tessera/core/tensor/tensor.h>
+
+namespace tessera::nn::models {
+
+struct KvCacheShape {
+  int64_t layers = 0, batch = 0, heads = 0, capacity = 0, width = 0;  // width: of a head
+};
+
+class KvCache {
+ public:
+  // Allocates for `batch` sequences of `capacity` tokens. DTypeError: another dtype than those above.
+  KvCache(const KvCacheShape& shape, DType dtype, const Device& device);
+
+  int64_t length() const { return length_; }  // tokens held
+  int64_t capacity() const { return shape_.capacity; }
+  int64_t bytes() const;
+  void clear() { length_ = 0; }
+
+  struct Held {
+    Tensor keys, values;  // [B, H, length + T, E], in the dtype of those appended
+  };
+  // Appends the keys and values [B, H, T, E] of one layer and returns all of them. ShapeError: more
+  // than the capacity.
+  Held append(size_t layer, const Tensor& keys, const Tensor& values);
+  void advance(int64_t tokens) { length_ += tokens; }  // after the last layer
+  // Sequence i is what sequence rows[i] was; the number of sequences may change. rows: [n] i64.
+  void select(const Tensor& rows);
+
+ private:
+  struct Part {          // the keys or the values of a layer
+    Tensor held;         // [B, H, capacity, E]
+    Tensor least, step;  // [B, H, capacity, 1] f32, of 8 bits
+  };
+  Part make_part() const;
+  Tensor append(Part& part, const Tensor& added) const;
+
+  KvCacheShape shape_;
+  DType dtype_;
+  Device device_;
+  std::vector<Part> keys_, values_;
+  int64_t length_ = 0;
+};
+
+}  // namespace tessera::nn::models
