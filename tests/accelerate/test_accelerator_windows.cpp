@@ -4,11 +4,14 @@
 #include "accelerate/accelerator_fixture.h"
 #include "accelerate/sharding_modes.h"
 
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include <tessera/accelerate/step/window_weights.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
@@ -342,6 +345,50 @@ TEST(MadeBatches, WeighByTheirRowsOnAnyNumberOfRanks) {
       });
     }
   }
+}
+
+// The first weight is the unit of all: rank 0's where ranks can be asked. It stays within the range of
+// 16 bits whatever weights count.
+TEST(GivenWeights, AreInUnitsOfTheFirst) {
+  const accelerate::Settings settings;
+  const PreparedObjects prepared;
+  const WindowWeights weights(settings, prepared);
+  for (const int ranks : {1, 2}) {
+    on_ranks(ranks, [&](int rank) {
+      distributed::ParallelDims dims(distributed::world(), distributed::ParallelSizes{});
+      const auto weigh = [&](double given, WindowWeights::Nominal& nominal, bool joined = false) {
+        return weights.weigh(given, nullptr, dims, joined, nominal);
+      };
+      WindowWeights::Nominal nominal;
+      EXPECT_EQ(weigh(rank == 0 ? 8 : 2, nominal), rank == 0 ? 1 : 0.25);
+      EXPECT_EQ(nominal.weight, 8);
+      EXPECT_EQ(weigh(4, nominal), 0.5);
+      EXPECT_EQ(weigh(0, nominal), 0);
+      WindowWeights::Nominal of_zero;
+      EXPECT_EQ(weigh(0, of_zero), 0);
+      EXPECT_EQ(of_zero.weight, 1);
+      WindowWeights::Nominal alone;  // ranks without further batches cannot be asked
+      EXPECT_EQ(weigh(8, alone, true), 8);
+      EXPECT_EQ(alone.weight, 1);
+      WindowWeights::Nominal none;
+      EXPECT_EQ(weights.weigh({}, nullptr, dims, false, none), 1);
+      EXPECT_EQ(none.weight, 0);
+      const double infinity = std::numeric_limits<double>::infinity();
+      for (const double bad : {-1.0, -1e-300, infinity, std::nan("")}) {
+        EXPECT_TRUE(mentions(message_of<ValueError>([&] { weigh(bad, nominal); }), "not negative"));
+      }
+    });
+  }
+  accelerate::Settings huggingface;
+  huggingface.loss_weighting.value = LossWeighting::kHuggingFace;
+  const WindowWeights same(huggingface, prepared);
+  on_ranks(1, [&](int) {
+    distributed::ParallelDims dims(distributed::world(), distributed::ParallelSizes{});
+    WindowWeights::Nominal nominal;
+    EXPECT_EQ(same.weigh({}, nullptr, dims, false, nominal), 1);
+    EXPECT_TRUE(mentions(message_of([&] { same.weigh(2, nullptr, dims, false, nominal); }),
+                         "every micro-batch the same weight"));
+  });
 }
 
 TEST(MadeBatches, AreNotSplit) {
