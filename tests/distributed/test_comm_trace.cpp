@@ -76,6 +76,36 @@ TEST(Trace, RecordsSayWhatWasCalledWhereAndFor) {
   });
 }
 
+// What is counted of records: by operation, by channel, and how much of their time nobody waited.
+TEST(Trace, RecordsAreCountedByOperationAndChannel) {
+  const auto record = [](Operation operation, Channel channel, int64_t bytes, double queued,
+                         double done, double wait_begin, double wait_end) {
+    CommRecord made;
+    made.operation = operation, made.channel = channel, made.bytes = bytes, made.queued = queued;
+    made.done = done, made.wait_begin = wait_begin, made.wait_end = wait_end;
+    return made;
+  };
+  const auto sum = Operation::kAllReduce, copy = Operation::kBroadcast;
+  const auto gradient = Channel::kGradient, control = Channel::kControl;
+  const std::vector<CommRecord> records = {
+      record(sum, control, 3, 0, 100, 0, 100),     // of another channel
+      record(sum, gradient, 5, 0, -1, -1, -1),     // under way
+      record(copy, gradient, 7, 0, 4, 3, 4),       // a quarter of it was waited for
+      record(sum, gradient, 11, 10, 14, -1, -1),   // nobody waited
+      record(sum, gradient, 13, 20, 24, 30, 31),   // waited for when it was done
+      record(sum, gradient, 17, 40, 44, 42, 50)};  // half of it
+  EXPECT_EQ(count(records, sum), 5);
+  EXPECT_EQ(count(records, copy), 1);
+  EXPECT_EQ(count(records, sum, gradient), 4);
+  EXPECT_EQ(count(records, copy, control), 0);
+  EXPECT_EQ(bytes(records, sum), 3 + 5 + 11 + 13 + 17);
+  EXPECT_EQ(bytes(records, copy), 7);
+  EXPECT_DOUBLE_EQ(hidden_share(records, gradient), 1 - 3.0 / 16);
+  EXPECT_EQ(hidden_share(records, control), 0);
+  EXPECT_EQ(hidden_share(records, Channel::kParameter), 1);
+  EXPECT_EQ(hidden_share({}, gradient), 1);
+}
+
 TEST(Trace, SecondsAreWholeWhereTheyAreMany) {
   EXPECT_EQ(describe_seconds(0.20345), "0.203 s");
   EXPECT_EQ(describe_seconds(30), "30 s");

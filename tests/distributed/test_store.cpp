@@ -11,6 +11,8 @@
 #include <thread>
 
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -429,6 +431,38 @@ TEST(Watchdogs, SeveralSilentRanksCostOneTimeout) {
   const auto positions = watchdog.ask("world", Channel::kUser, silent, 100ms);
   for (const auto& position : positions) EXPECT_FALSE(position.has_value());
   EXPECT_LE(store->asked, 100ms + 4ms);  // at least a millisecond each
+}
+
+// Messages go at once, and a machine that lost power, which closes nothing, is found by probes: from
+// either end.
+TEST(TcpStore, BothEndsOfAConnectionSendAtOnceAndProbe) {
+  TcpStoreServer server({"127.0.0.1", 0, ""});
+  const auto client = TcpStore::connect({"127.0.0.1", server.port(), ""}, kLong);
+  client->set("key", "value");
+  const auto option = [](int socket, int level, int name) {
+    int value = -1;
+    socklen_t size = sizeof value;
+    EXPECT_EQ(::getsockopt(socket, level, name, &value, &size), 0);
+    return value;
+  };
+  int ends = 0;
+  for (int socket = 3; socket < 1024; ++socket) {
+    sockaddr_in own = {}, peer = {};
+    socklen_t own_size = sizeof own, peer_size = sizeof peer;
+    if (::getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) != 0 ||
+        ::getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &peer_size) != 0 ||
+        own.sin_family != AF_INET) {
+      continue;
+    }
+    if (ntohs(own.sin_port) != server.port() && ntohs(peer.sin_port) != server.port()) continue;
+    ++ends;
+    EXPECT_NE(option(socket, IPPROTO_TCP, TCP_NODELAY), 0);
+    EXPECT_NE(option(socket, SOL_SOCKET, SO_KEEPALIVE), 0);
+    EXPECT_EQ(option(socket, IPPROTO_TCP, TCP_KEEPIDLE), 10);
+    EXPECT_EQ(option(socket, IPPROTO_TCP, TCP_KEEPINTVL), 5);
+    EXPECT_EQ(option(socket, IPPROTO_TCP, TCP_KEEPCNT), 3);
+  }
+  EXPECT_EQ(ends, 2);
 }
 
 TEST(TcpStore, TheLossOfTheHostEndsEveryWait) {
