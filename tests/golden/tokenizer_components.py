@@ -62,6 +62,14 @@ PRE_TOKENIZERS = [
                                            {"type": "Digits", "individual_digits": True}]},
 ]
 
+# What expressions are made of, each by itself, on texts with a character of each class.
+PATTERN_TEXTS = ["aA1 \t\u2581\u00e9_-.x{\n\u4e2d\u0661\u0007\u00a0 fF9g", "ab  ababb\r\n\u000bZz.\\]"]
+PATTERNS = [r"\s", r"[\s.]", r"\S", r"\w", r"[\w-]", r"\W", r"\h", r"[\hx]", r"\H", r"\d", r"\D", r"\n", r"\r", r"\t",
+            r"\v", r"\f", r"\x{2581}", r"[\x{41}-\x{5a}]", r"\x41", r"[\x09\x20]", r"\.", r"\\", r"\{", r"[\]\-]",
+            r"\p{L}", r"\P{L}", r"\p{^L}", r"\P{^L}", r"[\p{Lu}\p{N}]", r"\p{Han}", r"\p{Nd}+", r"[^a-z]", r"[a-c]+",
+            r"(?:ab)+", r"(ab){2}", r"b{1,}", r"b{1,2}", r"a(?=b)", r"a(?!b)", r"(?<=a)b", r"(?<!a)b", r"(?i:z)", r"(?>a|ab)b",
+            r"a*?b", r"b+?", r"a?b", r"a|b"]
+
 TOKENS = ["[UNK]", SPACE + "Hello", SPACE, "##world", ",", "it", "'s", "<0xE4>", "<0xB8>", "<0xAD>", "<0xFF>", "!",
           "end</w>", "\u0120caf\u00c3\u00a9", "a b", SPACE + SPACE + "x", "n't", ".", "do"]
 SEQUENCES = [[1, 3, 4, 2, 3, 11], [5, 6, 17], [7, 8, 9, 10, 7], [12, 12, 1], [13, 13, 14], [15, 2], [18, 16, 11, 11],
@@ -114,10 +122,10 @@ def read(part, **parts):
         return None
 
 
-def texts_of(file):
+def texts_of(file, texts=TEXTS):
     tokenizer = Tokenizer.from_str(json.dumps(file))
     cases = []
-    for text in TEXTS:
+    for text in texts:
         encoding = tokenizer.encode(text)
         cases.append([text, encoding.ids, [place for pair in encoding.offsets for place in pair]])
     return cases
@@ -147,6 +155,14 @@ def main():
         seen = sorted({word for text in TEXTS for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)})
         file = file_of(words(["[UNK]", *seen]), pre_tokenizer=part)
         found.append({"name": "pre-tokenizer " + name_of(part), "file": file, "texts": texts_of(file), "decoded": []})
+    for pattern in PATTERNS:
+        part = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        tokenizer = read(part, pre_tokenizer=part)
+        if tokenizer is None:
+            continue
+        file = file_of(words(["[UNK]"]), pre_tokenizer=part)
+        found.append({"name": "expression " + pattern, "file": file, "texts": texts_of(file, PATTERN_TEXTS),
+                      "decoded": []})
     for part in DECODERS:
         if read(part, decoder=part) is None:
             continue
