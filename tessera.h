@@ -106,6 +106,7 @@
 #include <tessera/data/distributed_source.h>
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>
+#include <tessera/data/packed_dataset.h>
 #include <tessera/data/shuffle_buffer.h>
 #include <tessera/data/text/bpe.h>
 #include <tessera/data/text/text.h>
