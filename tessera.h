@@ -58,6 +58,7 @@
 #include <tessera/nn/recurrent/recurrent.h>
 #include <tessera/nn/summary.h>
 #include <tessera/nn/transformer/attention.h>
+#include <tessera/nn/transformer/documents.h>
 #include <tessera/nn/transformer/positions.h>
 #include <tessera/nn/transformer/residual.h>
 #include <tessera/nn/transformer/rotary.h>

@@ -40,7 +40,9 @@ class TokenDocuments : public Dataset<TokenDocument> {
   std::vector<int64_t> lengths() const;
 
  private:
-  int64_t begin(int64_t index) const { return index == 0 ? 0 : ends_[static_cast<size_t>(index) - 1]; }
+  int64_t begin(int64_t index) const {
+    return index == 0 ? 0 : ends_[static_cast<size_t>(index) - 1];
+  }
 
   TokenArray tokens_;
   std::vector<int64_t> ends_;
@@ -58,9 +60,9 @@ struct PackedExample {
 };
 
 enum class Packing : uint8_t {
-  kSequential,           // in order: a document that does not fit begins the next row
-  kFirstFitDecreasing,   // of each `buffer` documents the longest first, each into the first row of
-                         // these where it fits; rows are then ordered by their first document
+  kSequential,          // in order: a document that does not fit begins the next row
+  kFirstFitDecreasing,  // of each `buffer` documents the longest first, each into the first row of
+                        // these where it fits; rows are then ordered by their first document
 };
 enum class LongDocuments : uint8_t {
   kError,

@@ -21,15 +21,16 @@ Embeddings::Embeddings(const BertConfig& config)
       token_type_embeddings(add<Embedding>("token_type_embeddings", config.types, config.width)),
       norm(add<LayerNorm>("LayerNorm", config.width, norm_options(config))) {}
 
-Tensor Embeddings::forward(const Tensor& ids, const Tensor& type_ids) {
-  const int64_t T = ids.size(-1);
-  TS_CHECK_SHAPE(ids.dim() == 2 && T <= config.context, "bert",
+Tensor Embeddings::forward(const TokenRows& rows, const Tensor& type_ids) {
+  check_rows("bert", rows);
+  const Tensor& ids = rows.ids;
+  TS_CHECK_SHAPE(rows.documents.defined() || ids.size(1) <= config.context, "bert",
                  "ids must be [batch, length] with at most ", config.context, " positions; got ",
                  ids, "; cut the sequences");
   const Tensor types = token_type_embeddings(
       type_ids.defined() ? type_ids : zeros({1}, {.dtype = kI64, .device = ids.device()}));
   const Tensor sum =
-      embedding_add(word_embeddings, ids, types + position_embeddings(positions(T, ids.device())));
+      embedding_add(word_embeddings, ids, types + position_embeddings(positions(rows)));
   return dropout(norm(sum), config.dropout, is_training());
 }
 
@@ -44,8 +45,11 @@ Tensor SelfAttention::forward(const Tensor& given, const VisibleKeys& keys) {
   // As many heads as the layers give: where ranks share them, each has some.
   const Tensor x = entered(query, given);
   const int64_t B = x.size(0), T = x.size(1), E = x.size(2) / heads;
-  const AttentionOptions options{
-      .mask = keys.mask, .lengths = keys.lengths, .dropout = is_training() ? dropout : 0};
+  const AttentionOptions options{.mask = keys.mask,
+                                 .lengths = keys.lengths,
+                                 .starts = keys.starts,
+                                 .ends = keys.ends,
+                                 .dropout = is_training() ? dropout : 0};
   const Tensor packed = stacked_linear({&query, &key, &value}, x);
   if (packed.defined()) return packed_attention(packed.view({B, T, 3, heads, E}), options);
   const auto by_head = [&](const Tensor& y) {
@@ -108,13 +112,19 @@ Model::Model(const BertConfig& config)
       encoder(add<Encoder>("encoder", config)),
       pooler(add<Pooler>("pooler", config)) {}
 
-Tensor Model::forward(const Tensor& ids, const TokenFeatures& features) {
-  VisibleKeys keys{.lengths = features.lengths};
+Tensor Model::forward(const TokenRows& ids, const TokenFeatures& features) {
+  VisibleKeys keys{
+      .lengths = features.lengths, .starts = ids.documents.starts, .ends = ids.documents.ends};
+  TS_CHECK(!ids.documents.defined() ||
+               (!features.attention_mask.defined() && !features.lengths.defined()),
+           "bert",
+           "packed documents take no attention_mask and no lengths; padding behind the last "
+           "document is a document of its own");
   if (features.attention_mask.defined()) {
     TS_CHECK(!features.lengths.defined(), "bert", "takes attention_mask or lengths, not both");
-    TS_CHECK_SHAPE(features.attention_mask.shape() == ids.shape(), "bert",
+    TS_CHECK_SHAPE(features.attention_mask.shape() == ids.ids.shape(), "bert",
                    "attention_mask must have the shape of ids; got ", features.attention_mask,
-                   " and ", ids);
+                   " and ", ids.ids);
     // Every query sees the keys that are tokens: [B, 1, 1, T].
     keys.mask = ne(features.attention_mask, 0).unsqueeze(1).unsqueeze(1);
   }
@@ -168,8 +178,15 @@ void Bert::initialise() {
   bert.embeddings.word_embeddings.weight.select(0, config.padding).zero_();
 }
 
-BertOutput Bert::forward(const Tensor& ids, const TokenFeatures& features, const Tensor& labels) {
-  const Tensor pooled = bert.pooler(bert(ids, features));
+BertOutput Bert::forward(const TokenRows& ids, const TokenFeatures& features,
+                         const Tensor& labels) {
+  Tensor states = bert(ids, features);
+  if (ids.documents.defined()) {  // the first token of each: [documents, 1, C]
+    const Tensor& places = ids.documents.position_ids;
+    const Tensor first = nonzero(eq(places.reshape({places.numel()}), 0)).squeeze(1);
+    states = index_select(states.reshape({places.numel(), states.size(2)}), 0, first).unsqueeze(1);
+  }
+  const Tensor pooled = bert.pooler(states);
   const double rate = config.classifier_dropout >= 0 ? config.classifier_dropout : config.dropout;
   BertOutput output;
   output.logits = classifier(dropout(pooled, rate, is_training()));

@@ -24,6 +24,7 @@
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/parallel_style.h>
+#include <tessera/nn/transformer/documents.h>
 
 namespace tessera::nn::models {
 
@@ -65,7 +66,7 @@ namespace bert {
 
 struct Embeddings : Module<Embeddings> {
   explicit Embeddings(const BertConfig& config);
-  Tensor forward(const Tensor& ids, const Tensor& type_ids);  // [B, T] -> [B, T, C]
+  Tensor forward(const TokenRows& ids, const Tensor& type_ids);  // [B, T] -> [B, T, C]
 
   const BertConfig config;
   Embedding& word_embeddings;
@@ -74,11 +75,12 @@ struct Embeddings : Module<Embeddings> {
   LayerNorm& norm;
 };
 
-// Which keys are tokens; at most one of the two is defined.
+// Which keys a token sees: by a mask, by lengths or by documents, or all.
 struct VisibleKeys {
-  Tensor mask = {};     // [B, 1, 1, T] bool
-  Tensor lengths = {};  // [B], of rows that are padded on the right
-  void visit_tensors(auto&& visit) { visit(mask), visit(lengths); }
+  Tensor mask = {};               // [B, 1, 1, T] bool
+  Tensor lengths = {};            // [B], of rows that are padded on the right
+  Tensor starts = {}, ends = {};  // [B, T], of packed rows
+  void visit_tensors(auto&& visit) { visit(mask), visit(lengths), visit(starts), visit(ends); }
 };
 
 struct SelfAttention : Module<SelfAttention> {
@@ -143,7 +145,7 @@ struct Pooler : Module<Pooler> {
 struct Model : Module<Model> {
   explicit Model(const BertConfig& config);
   // The last layer's states [B, T, C].
-  Tensor forward(const Tensor& ids, const TokenFeatures& features);
+  Tensor forward(const TokenRows& ids, const TokenFeatures& features);
 
   Embeddings& embeddings;
   Encoder& encoder;
@@ -153,7 +155,7 @@ struct Model : Module<Model> {
 }  // namespace bert
 
 struct BertOutput {
-  Tensor logits;  // [B, labels]
+  Tensor logits;  // [B, labels], or of packed rows [documents, labels]
   Tensor loss;    // mean cross-entropy over labels other than -100, or undefined
   void visit_tensors(auto&& visit) { visit(logits), visit(loss); }
 };
@@ -162,8 +164,10 @@ class Bert : public Module<Bert> {
  public:
   explicit Bert(const BertConfig& config);
 
-  // ids: [B, T] i64 or i32, T <= context; labels: [B].
-  BertOutput forward(const Tensor& ids, const TokenFeatures& features = {},
+  // ids: [B, T] i64 or i32, T <= context; labels: [B]. Of packed rows, which may be longer than the
+  // context, logits and labels are one for each document, in their order over all rows; padding is
+  // a document, with the label -100. The host reads how many there are.
+  BertOutput forward(const TokenRows& ids, const TokenFeatures& features = {},
                      const Tensor& labels = {});
 
   // Reads a folder of transformers: config.json and model.safetensors. A checkpoint of the encoder

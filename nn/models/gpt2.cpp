@@ -27,7 +27,8 @@ Tensor Attention::forward(const Tensor& x, const SeenKeys& keys, models::KvCache
   const Tensor packed = all.view({B, T, 3, all.size(2) / (3 * E), E});
   const double drop = is_training() ? dropout : 0;
   if (cache == nullptr && keys.options.causal) {
-    return c_proj(packed_attention(packed, {.dropout = drop, .causal = true}));
+    return c_proj(
+        packed_attention(packed, {.starts = keys.options.starts, .dropout = drop, .causal = true}));
   }
   const auto part = [&](int64_t i) { return packed.select(2, i).transpose(1, 2); };
   KvCache::Held held{part(1), part(2)};
@@ -61,16 +62,21 @@ Transformer::Transformer(const GptConfig& config)
   for (int64_t i = 0; i < config.layers; ++i) h.append<Block>(config, static_cast<size_t>(i));
 }
 
-Tensor Transformer::forward(const Tensor& tokens, models::KvCache* cache, const Tensor& padding) {
-  const int64_t past = cache == nullptr ? 0 : cache->length(), T = tokens.size(-1);
-  TS_CHECK_SHAPE(tokens.dim() == 2 && past + T <= config.context, "gpt2",
+Tensor Transformer::forward(const TokenRows& tokens, models::KvCache* cache,
+                            const Tensor& padding) {
+  check_rows("gpt2", tokens);
+  const Tensor& ids = tokens.ids;
+  const int64_t past = cache == nullptr ? 0 : cache->length(), T = ids.size(1);
+  const VisibleKeys visible{
+      .past = past, .count = T, .padding = padding, .documents = tokens.documents};
+  check_padding(padding, ids);
+  check_packed("gpt2", visible, cache != nullptr);
+  TS_CHECK_SHAPE(tokens.documents.defined() || past + T <= config.context, "gpt2",
                  "tokens must be [batch, length] with at most ", config.context, " positions; got ",
-                 tokens, " behind ", past, " tokens");
-  check_padding(padding, tokens);
-  const VisibleKeys visible{.past = past, .count = T, .padding = padding};
-  const SeenKeys keys = attention_to(visible, tokens.device());
-  const Tensor places = wpe(positions_of(visible, tokens.device()));
-  Residual x = tessera::dropout(embedding_add(wte, tokens, places), config.dropout, is_training());
+                 ids, " behind ", past, " tokens");
+  const SeenKeys keys = attention_to(visible, ids.device());
+  const Tensor places = wpe(positions_of(visible, ids.device()));
+  Residual x = tessera::dropout(embedding_add(wte, ids, places), config.dropout, is_training());
   for (size_t i = 0; i < h.size(); ++i) x = h.at<Block>(i)(x, keys, cache);
   if (cache != nullptr) cache->advance(T);
   return pre_norm(ln_f, x);
@@ -128,8 +134,8 @@ void Gpt::initialise() {
   }
 }
 
-GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logits, KvCache* cache,
-                       const Tensor& padding) {
+GptOutput Gpt::forward(const TokenRows& tokens, const Tensor& targets, Logits logits,
+                       KvCache* cache, const Tensor& padding) {
   const Tensor x = transformer(tokens, cache, padding);
   const auto last = [](const Tensor& all) { return all.narrow(1, all.size(1) - 1, 1); };
   if (!targets.defined()) {

@@ -91,7 +91,7 @@ struct Block : Module<Block> {
 struct Transformer : Module<Transformer> {
   explicit Transformer(const GptConfig& config);
   // [B, T] -> [B, T, C]
-  Tensor forward(const Tensor& tokens, models::KvCache* cache, const Tensor& padding = {});
+  Tensor forward(const TokenRows& tokens, models::KvCache* cache, const Tensor& padding = {});
 
   const GptConfig config;
   Embedding& wte;
@@ -121,8 +121,9 @@ class Gpt : public Module<Gpt> {
   // tokens: [B, T] i64 or i32, T + cache length <= context; targets: [B, T], the token that follows
   // each one (-100: none). With both logits and loss, all logits are materialized. padding: [B] i64
   // or i32, tokens at the left of each sequence (of the cache and `tokens`) that are none: nobody
-  // sees them, and positions count from the first token after them.
-  GptOutput forward(const Tensor& tokens, const Tensor& targets = {},
+  // sees them, and positions count from the first token after them. Packed rows may be longer than
+  // the context, their documents not, and take neither cache nor padding.
+  GptOutput forward(const TokenRows& tokens, const Tensor& targets = {},
                     Logits logits = Logits::kWithoutLoss, KvCache* cache = nullptr,
                     const Tensor& padding = {});
 

@@ -167,18 +167,21 @@ Decoder::Decoder(const LlamaConfig& config)
   for (int64_t i = 0; i < config.layers; ++i) layers.append<DecoderLayer>(config, i);
 }
 
-Tensor Decoder::forward(const Tensor& tokens, models::KvCache* cache, const Tensor& padding) {
-  TS_CHECK_SHAPE(tokens.dim() == 2, "llama", "tokens must be [batch, length]; got ", tokens);
-  check_padding(padding, tokens);
-  const int64_t past = cache == nullptr ? 0 : cache->length(), T = tokens.size(1);
-  Tensor x = embed_tokens(tokens);
+Tensor Decoder::forward(const TokenRows& tokens, models::KvCache* cache, const Tensor& padding) {
+  check_rows("llama", tokens);
+  check_padding(padding, tokens.ids);
+  const int64_t past = cache == nullptr ? 0 : cache->length(), T = tokens.ids.size(1);
+  VisibleKeys keys{.past = past, .count = T, .padding = padding, .documents = tokens.documents};
+  check_packed("llama", keys, cache != nullptr);
+  Tensor x = embed_tokens(tokens.ids);
   if (config.scaled_embedding) {
     const double root = std::sqrt(static_cast<double>(config.width));
     x = x * full({1}, root, {.dtype = x.dtype()}).item();  // rounded
   }
   const auto view = [&](const RotaryEmbedding& rotary, int64_t window) {
-    const VisibleKeys keys{.past = past, .count = T, .window = window, .padding = padding};
-    View result{.angles = padding.defined()
+    keys.window = window;
+    View result{.angles = tokens.documents.defined() ? rotary.angles(tokens.documents.position_ids)
+                          : padding.defined()
                               ? rotary.angles(positions_of(keys, x.device()).unsqueeze(1), past + T)
                               : rotary.angles(past, T, x.device()),
                 .keys = attention_to(keys, x.device())};
@@ -224,7 +227,7 @@ Llama::Llama(const LlamaConfig& config)
   }
 }
 
-LlamaOutput Llama::forward(const Tensor& tokens, const Tensor& targets, bool last_only,
+LlamaOutput Llama::forward(const TokenRows& tokens, const Tensor& targets, bool last_only,
                            KvCache* cache, const Tensor& padding) {
   const Tensor x = model(tokens, cache, padding);
   const auto logits_of = [&](const Tensor& rows) {

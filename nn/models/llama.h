@@ -21,6 +21,7 @@
 #include <tessera/nn/models/visible_keys.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/parallel_style.h>
+#include <tessera/nn/transformer/documents.h>
 #include <tessera/nn/transformer/rotary.h>
 
 namespace tessera::nn::models {
@@ -100,7 +101,7 @@ struct DecoderLayer : Module<DecoderLayer> {
 struct Decoder : Module<Decoder> {
   explicit Decoder(const LlamaConfig& config);
   // [B, T] -> [B, T, C]
-  Tensor forward(const Tensor& tokens, models::KvCache* cache, const Tensor& padding = {});
+  Tensor forward(const TokenRows& tokens, models::KvCache* cache, const Tensor& padding = {});
 
   const LlamaConfig config;
   Embedding& embed_tokens;
@@ -124,8 +125,9 @@ class Llama : public Module<Llama> {
   // tokens: [B, T] i64 or i32; targets: [B, T], the token that follows each one (-100: none). With
   // targets there is a loss and no logits, which are never in memory whole unless they are capped.
   // padding: [B] i64 or i32, tokens at the left of each sequence (of the cache and `tokens`) that
-  // are none: nobody sees them, and positions count from the first token after them.
-  LlamaOutput forward(const Tensor& tokens, const Tensor& targets = {}, bool last_only = false,
+  // are none: nobody sees them, and positions count from the first token after them. Packed rows take neither
+  // cache nor padding.
+  LlamaOutput forward(const TokenRows& tokens, const Tensor& targets = {}, bool last_only = false,
                       KvCache* cache = nullptr, const Tensor& padding = {});
 
   // Reads a folder of transformers, with one model.safetensors or shards and an index.

@@ -10,10 +10,13 @@
 #include <cstdint>
 
 #include <tessera/core/tensor/tensor.h>
+#include <tessera/nn/transformer/documents.h>
 
 namespace tessera::nn {
 
 // [length]: past, past + 1, ..., for tokens that follow `past` others.
 Tensor positions(int64_t length, const Device& device, int64_t past = 0, DType dtype = kI64);
+// [length], or of packed rows [B, length]: the places in their documents.
+Tensor positions(const TokenRows& rows, int64_t past = 0);
 
 }  // namespace tessera::nn

@@ -124,6 +124,16 @@ RotaryAngles RotaryEmbedding::angles(int64_t begin, int64_t count, const Device&
   return angles(positions(count, device, begin, kF64), begin + count);
 }
 
+RotaryAngles RotaryEmbedding::angles(const Tensor& position_ids) const {
+  TS_CHECK_SHAPE(position_ids.dim() == 2, kRotary, "needs position ids [B, T]; got ", position_ids);
+  const NoGradGuard no_grad;
+  const bool grows =
+      options.scaling == RotaryScaling::kDynamic || options.scaling == RotaryScaling::kLongRope;
+  const int64_t length =
+      grows && position_ids.numel() > 0 ? position_ids.max().item<int64_t>() + 1 : 0;
+  return angles(position_ids.unsqueeze(1), length);
+}
+
 Tensor RotaryEmbedding::forward(const Tensor& x, int64_t begin) {
   TS_CHECK_SHAPE(x.dim() >= 2 && x.size(-1) == features, kRotary, "needs [..., T, ", features,
                  "]; got ", x);

@@ -69,6 +69,9 @@ class RotaryEmbedding : public Module<RotaryEmbedding> {
   RotaryAngles angles(int64_t begin, int64_t count, const Device& device = kCpu) const;
   // For any positions of sequences of that length. positions: [..., T] i64; result: [..., T, C/2].
   RotaryAngles angles(const Tensor& positions, int64_t length) const;
+  // Of packed rows: for position ids [B, T], [B, 1, T, C/2]. kDynamic and kLongRope take the largest
+  // position + 1 as the length, which the host reads.
+  RotaryAngles angles(const Tensor& position_ids) const;
   // By which a position turns each pair, in sequences of that length: [C/2], f64.
   Tensor frequencies(int64_t length, const Device& device) const;
   std::string extra_repr() const override;

@@ -79,8 +79,9 @@ TEST(PackedDataset, ARowsTargetsStayInTheirDocuments) {
   EXPECT_EQ(ints(row.targets), (std::vector<int64_t>{1, 2, -100, -100, 5, -100, -100, -100}));
   EXPECT_EQ(ints(row.position_ids), (std::vector<int64_t>{0, 1, 2, 0, 0, 1, 0, 1}));
   EXPECT_EQ(row.weights.to_vector<float>(), (std::vector<float>{0.5f, 0.5f, 0, 0, 1, 0, 0, 0}));
-  EXPECT_EQ(PackedDataset(documents_of({3, 1, 2}), {.context = 8}).get(0).weights.to_vector<float>(),
-            (std::vector<float>{1, 1, 0, 0, 1, 0, 0, 0}));
+  EXPECT_EQ(
+      PackedDataset(documents_of({3, 1, 2}), {.context = 8}).get(0).weights.to_vector<float>(),
+      (std::vector<float>{1, 1, 0, 0, 1, 0, 0, 0}));
 }
 
 // All ways of packing, with long documents split: each token once, each target but the documents'
@@ -200,7 +201,8 @@ TEST(PackedDataset, DocumentsOfATokenSequenceEndWithTheirLastToken) {
   EXPECT_EQ(TokenDocuments(TokenArray(), 0).size(), 0);
   EXPECT_EQ(TokenDocuments(TokenArray::from_ids(std::vector<TokenId>{1, 0}), 0).size(), 1);
   const PackedDataset packed(documents, {.context = 8});
-  EXPECT_EQ(packed.get(0).inputs.to_vector<int64_t>(), (std::vector<int64_t>(ids.begin(), ids.end())));
+  EXPECT_EQ(packed.get(0).inputs.to_vector<int64_t>(),
+            (std::vector<int64_t>(ids.begin(), ids.end())));
 }
 
 }  // namespace

@@ -88,7 +88,8 @@ AttentionPieces attention_pieces(const AttentionSpec& spec, int64_t B, int64_t T
   const Bounds bounds(spec);
   check(bounds, B, T, S);
   result.ranges.resize(static_cast<size_t>(B * T));
-  std::vector<int64_t> next(static_cast<size_t>(T) + 1);  // the first key that queries from t on see
+  // The first key that queries from t on see.
+  std::vector<int64_t> next(static_cast<size_t>(T) + 1);
   for (int64_t b = 0; b < B; ++b) {
     KeyRange* const ranges = result.ranges.data() + b * T;
     next[static_cast<size_t>(T)] = std::numeric_limits<int64_t>::max();
