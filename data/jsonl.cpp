@@ -11,6 +11,42 @@ namespace tessera::data {
 
 using nlohmann::json;
 
+namespace {
+
+// Finds what of a line was refused: an exception about a number beyond the range of a double,
+// unlike one about a wrong byte, does not say where it stands.
+struct RefusedPlace : json::json_sax_t {
+  size_t begin = 0;
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(size_t) override { return true; }
+  bool key(string_t&) override { return true; }
+  bool end_object() override { return true; }
+  bool start_array(size_t) override { return true; }
+  bool end_array() override { return true; }
+  bool parse_error(size_t position, const std::string& refused, const json::exception&) override {
+    begin = position > refused.size() ? position - refused.size() : 0;
+    return false;
+  }
+};
+
+// The byte of the line that `error` is about.
+size_t place_of(const json::exception& error, std::string_view line) {
+  if (const auto* parse = dynamic_cast<const json::parse_error*>(&error)) {
+    return parse->byte > 0 ? parse->byte - 1 : 0;
+  }
+  RefusedPlace reader;
+  json::sax_parse(line.begin(), line.end(), &reader);
+  return reader.begin;
+}
+
+}  // namespace
+
 struct JsonRecord::State {
   json object;
   int64_t line;
@@ -132,11 +168,9 @@ std::optional<JsonRecord> JsonlReader::next() {
     try {
       state->object = json::parse(line.begin(), line.end());
     } catch (const json::exception& error) {  // also numbers out of range
-      const auto* parse = dynamic_cast<const json::parse_error*>(&error);
+      const size_t place = static_cast<size_t>(line.data() - text_.data()) + place_of(error, line);
       TS_THROW(FormatError, "read_jsonl", "every line must be a JSON object; '", *file_, "' line ",
-               line_, " (byte offset ",
-               start + (parse != nullptr && parse->byte > 0 ? parse->byte - 1 : 0),
-               "): ", json_reason(error), "; correct the line.");
+               line_, " (byte offset ", place, "): ", json_reason(error), "; correct the line.");
     }
     TS_CHECK_AS(FormatError, state->object.is_object(), "read_jsonl",
                 "every line must be a JSON object; '", *file_, "' line ", line_, " (byte offset ",

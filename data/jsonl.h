@@ -4,6 +4,8 @@
 //     while (std::optional<JsonRecord> record = reader.next()) use(record->text("sentence1"));
 //
 // Lines end with LF or CRLF, the last may lack its end; lines of white space only are skipped.
+// What Python's json reads and JSON or UTF-8 does not have is refused: NaN, Infinity, numbers beyond
+// the range of a double (1e400, there infinity), half a surrogate pair ("\ud800" alone).
 #pragma once
 
 #include <cstdint>

@@ -293,6 +293,31 @@ TEST(Jsonl, DamageIsAFormatErrorWithFileAndLine) {
   EXPECT_THROW(JsonlReader("/none.jsonl"), IoError);
 }
 
+// Python's json makes infinity of the number, and of half a pair a text that cannot be encoded.
+TEST(Jsonl, WhatUtf8AndDoublesDoNotHaveIsRefusedAtItsPlace) {
+  const struct {
+    std::string text, place, reason;
+  } cases[] = {
+      {"{}\n{\"1e400\": [0, 1e400]}\n", "line 2 (byte offset 17)", "'1e400'"},
+      {"{\"a\": -1e400}", "line 1 (byte offset 6)", "'-1e400'"},
+      {"\xEF\xBB\xBF{\"a\": 1e400}", "line 1 (byte offset 9)", "'1e400'"},
+      {"{}\n{\"a\": \"x\\ud800\"}\n", "line 2 (byte offset 17)", "surrogate"},
+      {"{\"a\": \"\\udc00\\ud800\"}", "line 1 (byte offset 12)", "surrogate"},
+      {"{\"a\": NaN}", "line 1 (byte offset 6)", "invalid literal"},
+  };
+  for (const auto& c : cases) {
+    const std::string message = message_of<FormatError>([&] {
+      JsonlReader reader(c.text, "f.jsonl");
+      while (reader.next()) {
+      }
+    });
+    EXPECT_CONTAINS(message, "'f.jsonl' " + c.place + ": ");
+    EXPECT_CONTAINS(message, c.reason);
+  }
+  const auto pair = JsonlReader("{\"a\": \"\\ud83d\\ude00\"}", "f").next();
+  EXPECT_EQ(pair->text("a"), "\xF0\x9F\x98\x80");
+}
+
 TEST(Jsonl, IntegersEndWhereSixtyFourBitsDo) {
   const struct {
     const char* text;
