@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <tessera/accelerate/launch/protocol.h>
+#include <tessera/accelerate/launch/siblings.h>
 #include <tessera/core/error.h>
 #include <tessera/core/thread.h>
 
@@ -162,6 +163,28 @@ class CommandWatch {
   Thread thread_;
 };
 
+// job/go. What this agent sees of the others of its machine meanwhile, the launcher hears.
+std::string wait_for_go(TcpStore& store, const LaunchInfo& info) {
+  constexpr Milliseconds kLook{100};
+  Siblings siblings(info);
+  int64_t revision = 0;
+  bool told = false;
+  while (true) {
+    const StoreChanges changes =
+        store.watch("job/go", revision, siblings.looks() ? kLook : std::chrono::hours(1));
+    revision = changes.revision;
+    for (const StoreEntry& entry : changes.entries) return entry.value;
+    const std::vector<int> lost = siblings.lost();
+    const bool lacks = siblings.lacks() && !told;
+    if (lost.empty() && !lacks) continue;
+    // An agent may end once all have come.
+    if (const auto go = store.get("job/go")) return *go;
+    for (const int rank : lost) store.set(key("agent", rank), "gone");
+    if (lacks) store.set(key("alone", info.rank), "");
+    told = told || lacks;
+  }
+}
+
 int run(const AgentOptions& options) {
   const Environment environment = distributed::process_environment();
   const distributed::Cores cores = distributed::available_cores();
@@ -176,7 +199,7 @@ int run(const AgentOptions& options) {
   const AgentFacts facts =
       gather_facts(info.rank, info.world_size, options.command[0], environment, cores);
   store->set(key("ready", info.rank), facts.to_text());
-  const std::string go = store->wait("job/go", std::chrono::hours(24));
+  const std::string go = wait_for_go(*store, info);
   if (go == kStop) {
     store->withdraw_will();
     return 0;

@@ -344,6 +344,7 @@ class Attempt {
   void take(const StoreEntry& entry);
   void take_ready(int rank, const std::string& text);
   void take_signal(int number);
+  std::vector<int> missing() const;
   void tell_news();
   bool is_news(const RankFailure& failure) const;
   void check_deadlines();
@@ -496,6 +497,12 @@ void Attempt::take(const StoreEntry& entry) {
     take_wait(rank, entry.value);
   } else if (part == "ready") {
     take_ready(rank, entry.value);
+  } else if (part == "alone") {
+    if (ready_ == facts_.size() || refused_) return;
+    const auto& facts = facts_[static_cast<size_t>(rank)];
+    say("cannot start: " + (facts ? facts->host : std::string("a machine")) +
+        " lacks an agent, which ended before it reported; not there: " + list(missing()));
+    refused_ = true;
   } else if (part == "joined") {
     record_.joined(rank, now());
   } else if (part == "left") {
@@ -524,6 +531,15 @@ void Attempt::take(const StoreEntry& entry) {
       refused_ = true;
     }
   }
+}
+
+// Ranks whose agents have not reported.
+std::vector<int> Attempt::missing() const {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < facts_.size(); ++rank) {
+    if (!facts_[rank]) ranks.push_back(static_cast<int>(rank));
+  }
+  return ranks;
 }
 
 // Once for the many ranks that wait for the same one.
@@ -574,11 +590,7 @@ void Attempt::kill_job() {
 void Attempt::check_deadlines() {
   const Milliseconds time = now();
   if (ready_ < facts_.size() && time >= options_.start_timeout && !refused_) {
-    std::vector<int> missing;
-    for (size_t rank = 0; rank < facts_.size(); ++rank) {
-      if (!facts_[rank]) missing.push_back(static_cast<int>(rank));
-    }
-    say("cannot start: the agents of " + list(missing) + " did not report within " +
+    say("cannot start: the agents of " + list(missing()) + " did not report within " +
         seconds(options_.start_timeout) +
         " s; check that their nodes reach this one (--store-host, --interface, firewalls)");
     refused_ = true;

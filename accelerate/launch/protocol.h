@@ -3,7 +3,8 @@
 //     job/ready/RANK    an agent has come; AgentFacts          (agent)
 //     job/go            all have come: Layout, or kStop        (launcher)
 //     job/exit/RANK     how the process ended; ExitReport      (agent)
-//     job/agent/RANK    the agent's will: it is gone           (server)
+//     job/agent/RANK    the agent's will: it is gone           (server, or one beside it)
+//     job/alone/RANK    an agent of its machine never came     (agent: siblings.h)
 //     job/command/N     a signal for every process             (launcher)
 //     job/waiting/RANK  how long a collective waits, and which (rank: watchdog.h)
 // and job/failure/RANK, job/joined/RANK, job/left/RANK of <tessera/distributed/rendezvous/job.h>.

@@ -339,6 +339,32 @@ TEST(Launcher, AnAgentThatIsKilledBeforeTheStartEndsIt) {
   EXPECT_TRUE(job.complained("cannot start: the agent of rank 0 is gone")) << job;
 }
 
+// It has left no word in the store; the agents beside it see that it is gone, or never was there.
+TEST(Launcher, AnAgentThatIsKilledBeforeItReachesTheStoreIsSeenByTheOthers) {
+  const std::string begin =
+      "#!/bin/sh\nfor word; do case $word in */tessera) break;; esac; shift; done\n"
+      "export OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2\n"
+      "agent() { export OMPI_COMM_WORLD_RANK=$1 OMPI_COMM_WORLD_LOCAL_RANK=$1; }\n"
+      "agent 0; \"$@\" &\n";
+  const std::string hours(kHours);
+  const struct {
+    std::string other, message;
+  } cases[] = {
+      {"agent 1; sleep " + hours + " & sleep 1.5; kill -9 $!; wait $!\n",
+       "cannot start: the agent of rank 1 is gone"},
+      {"", "lacks an agent, which ended before it reported; not there: rank 1"},
+  };
+  for (const auto& c : cases) {
+    TestFolder folder;
+    folder.write("mpirun", begin + c.other + "wait\n", true);
+    const FinishedProcess job =
+        launch_script({"-n", "2", "--grace", kHours, "--start-timeout", kHours}, "true",
+                      {{"PATH", folder.path("") + ":/usr/bin:/bin"}});
+    EXPECT_EQ(job.code(), 1) << job;
+    EXPECT_TRUE(job.complained(c.message)) << job;
+  }
+}
+
 // What waits for its start is not to be waited for.
 TEST(Launcher, CtrlCBeforeTheRanksHaveStartedEndsTheStart) {
   SKIP_WITHOUT_MPI();
