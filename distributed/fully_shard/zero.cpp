@@ -15,9 +15,6 @@ namespace {
 // Units lie alike on all ranks: what other axes leave of a parameter has one size.
 void check_parts(const std::vector<ShardedParam>& params, std::string_view where) {
   for (const ShardedParam& param : params) {
-    TS_CHECK_AS(UnsupportedError, param.mesh == nullptr, where,
-                "reduces among its own ranks, and '", param.name, "' is ", param.shard,
-                ", whose gradient is a summand along other axes; take fully_shard()");
     if (!param.across) continue;
     TS_CHECK_AS(UnsupportedError, param.shard.requires_grad(), where,
                 "leaves what is frozen as it ", "is, and '", param.name, "' is ", param.shard,
@@ -79,18 +76,27 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
   });
   // As their gradients come: from the last to the first.
   std::ranges::reverse(params);
-  std::vector<BucketItem> items;
-  for (const ShardedParam& param : params) {
-    items.push_back({param.shard.nbytes(), param.shard.dtype(), param.shard.device()});
-  }
   const int64_t caps[] = {options.first_bucket_bytes, options.bucket_bytes};
-  for (const std::vector<size_t>& members : assign_buckets(items, caps)) {
-    std::vector<ShardedParam> list;
-    for (const size_t member : members) list.push_back(params[member]);
-    unit->parts.push_back(std::make_unique<FlatShards>(
-        "bucket " + std::to_string(unit->parts.size()), unit->ranks, std::move(list),
-        GroupDTypes{.gradient_dtype = options.gradient_dtype}, false, options.stage == 1,
-        options.offload_policy));
+  while (!params.empty()) {  // those of the same ranks together
+    Mesh* const cut_over = params.front().mesh;
+    const ShardRanks ranks = cut_over != nullptr ? shard_ranks(*cut_over, where) : unit->ranks;
+    std::vector<ShardedParam> same;
+    for (ShardedParam& param : params) {
+      if (param.mesh == cut_over) same.push_back(std::move(param));
+    }
+    std::erase_if(params, [](const ShardedParam& param) { return !param.shard.defined(); });
+    std::vector<BucketItem> items;
+    for (const ShardedParam& param : same) {
+      items.push_back({param.shard.nbytes(), param.shard.dtype(), param.shard.device()});
+    }
+    for (const std::vector<size_t>& members : assign_buckets(items, caps)) {
+      std::vector<ShardedParam> list;
+      for (const size_t member : members) list.push_back(same[member]);
+      unit->parts.push_back(std::make_unique<FlatShards>(
+          "bucket " + std::to_string(unit->parts.size()), ranks, std::move(list),
+          GroupDTypes{.gradient_dtype = options.gradient_dtype}, false, options.stage == 1,
+          options.offload_policy));
+    }
   }
   install_unit(unit);
   auto schedule = schedule_under(unit);

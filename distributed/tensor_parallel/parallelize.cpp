@@ -343,6 +343,7 @@ class Division {
     const NoGradGuard no_grad;
     Tensor part = raw::alias(parameter);
     if (mark.is_shard()) {
+      const MemoryCategoryGuard category(MemoryCategory::kParameter);
       part = parameter.is_meta()
                  ? raw::empty(spec.local_shape(), parameter.dtype(), parameter.device())
                  : contiguous(clone(part_of_whole(part, spec)));

@@ -34,7 +34,7 @@
 // axes of the same mesh, take the parameters over and shard them once more:
 //
 //     parallelize_module(model, mesh["tp"], {.sequence = true});
-//     for (auto& block : model.transformer.h) fully_shard(*block, mesh["dp_shard"]);
+//     for (nn::ModuleBase* block : model.blocks()) fully_shard(*block, mesh["dp_shard"]);
 //     fully_shard(model, mesh["dp_shard"]);
 //
 // Between the modules every op checks what it is given (compute_mesh_rules.cpp): a composition that would give

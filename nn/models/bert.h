@@ -175,8 +175,11 @@ class Bert : public Module<Bert> {
   // initial values: `fresh` gets their names; without `fresh` they are an error. Heads of
   // pre-training and position id buffers are ignored; LayerNorm's old names gamma and beta are
   // accepted. FormatError, IoError, ValueError.
-  static std::unique_ptr<Bert> from_pretrained(const std::string& folder,
-                                               std::vector<std::string>* fresh = nullptr);
+  // `divide`: called with the model before it has memory, to divide it among ranks (fully_shard(),
+  // parallelize_module()): then this rank reads and keeps its parts alone.
+  static std::unique_ptr<Bert> from_pretrained(
+      const std::string& folder, std::vector<std::string>* fresh = nullptr,
+      const std::function<void(ModuleBase& model)>& divide = {});
   void load_weights(const std::string& safetensors_path, std::vector<std::string>* fresh = nullptr);
   // Creates a missing folder. Files appear whole or not at all, model.safetensors last.
   void save_pretrained(const std::string& folder) const;

@@ -8,6 +8,7 @@
 #include <tessera/nn/models/bert.h>
 #include <tessera/nn/models/config_limits.h>
 #include <tessera/nn/models/config_reader.h>
+#include <tessera/nn/models/made_to_load.h>
 
 namespace tessera::nn::models {
 namespace {
@@ -162,7 +163,8 @@ void Bert::load_weights(const std::string& path, std::vector<std::string>* fresh
 }
 
 std::unique_ptr<Bert> Bert::from_pretrained(const std::string& folder,
-                                            std::vector<std::string>* fresh) {
+                                            std::vector<std::string>* fresh,
+                                            const std::function<void(ModuleBase&)>& divide) {
   const std::filesystem::path path(folder);
   const std::string config_path = (path / "config.json").string();
   const BertConfig config = BertConfig::read(config_path);
@@ -177,10 +179,7 @@ std::unique_ptr<Bert> Bert::from_pretrained(const std::string& folder,
               "makes ", weights_of(config), " weights; '", weights.path(), "' holds ", held,
               "; get both files again from one place");
   // What the file lacks keeps its initial values, so they are made where that is allowed.
-  ParameterDefaults defaults = ParameterDefaultsGuard::current();
-  defaults.initialise = fresh != nullptr;
-  const ParameterDefaultsGuard guard(defaults);
-  auto model = std::make_unique<Bert>(config);
+  auto model = made_to_load<Bert>(config, divide, fresh != nullptr);
   model->load_weights((path / "model.safetensors").string(), fresh);
   return model;
 }

@@ -131,7 +131,10 @@ class Gpt : public Module<Gpt> {
   // prefix "transformer.", c_attn, c_fc and c_proj weights as [in, out] (Conv1D). Causal mask
   // buffers are ignored. If config.json ties the head to wte and the file has other values for it,
   // the head is untied, and a line on stderr says so. FormatError, IoError, ValueError.
-  static std::unique_ptr<Gpt> from_pretrained(const std::string& folder);
+  // `divide`: called with the model before it has memory, to divide it among ranks (fully_shard(),
+  // parallelize_module()): then this rank reads and keeps its parts alone.
+  static std::unique_ptr<Gpt> from_pretrained(
+      const std::string& folder, const std::function<void(ModuleBase& model)>& divide = {});
   void load_weights(const std::string& safetensors_path);
   // The tensors of a file under the model's names, as views of its bytes: what is stored as [in,
   // out] is seen transposed. For big models (accelerate/big_model).

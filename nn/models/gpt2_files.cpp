@@ -10,6 +10,7 @@
 #include <tessera/nn/models/config_limits.h>
 #include <tessera/nn/models/config_reader.h>
 #include <tessera/nn/models/gpt2.h>
+#include <tessera/nn/models/made_to_load.h>
 #include <tessera/nn/models/tied_head.h>
 
 namespace tessera::nn::models {
@@ -155,7 +156,8 @@ void Gpt::load_weights(const std::string& path) {
 
 StateDict Gpt::read_weights(const std::string& path) { return state_of(SafeTensorsFile(path)); }
 
-std::unique_ptr<Gpt> Gpt::from_pretrained(const std::string& folder) {
+std::unique_ptr<Gpt> Gpt::from_pretrained(const std::string& folder,
+                                          const std::function<void(ModuleBase&)>& divide) {
   const std::filesystem::path path(folder);
   const std::string config_path = (path / "config.json").string();
   GptConfig config = GptConfig::read(config_path);
@@ -163,10 +165,7 @@ std::unique_ptr<Gpt> Gpt::from_pretrained(const std::string& folder) {
   check_sizes(config, config_path, file);
   const StateDict state = state_of(file);
   config.tied = is_head_tied(config.tied, state, kTable, folder);
-  ParameterDefaults defaults = ParameterDefaultsGuard::current();
-  defaults.initialise = false;
-  const ParameterDefaultsGuard guard(defaults);
-  auto model = std::make_unique<Gpt>(config);
+  auto model = made_to_load<Gpt>(config, divide);
   load(*model, state, file.path());
   return model;
 }

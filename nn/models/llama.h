@@ -131,7 +131,10 @@ class Llama : public Module<Llama> {
                       KvCache* cache = nullptr, const Tensor& padding = {});
 
   // Reads a folder of transformers, with one model.safetensors or shards and an index.
-  static std::unique_ptr<Llama> from_pretrained(const std::string& folder);
+  // `divide`: called with the model before it has memory, to divide it among ranks (fully_shard(),
+  // parallelize_module()): then this rank reads and keeps its parts alone.
+  static std::unique_ptr<Llama> from_pretrained(
+      const std::string& folder, const std::function<void(ModuleBase& model)>& divide = {});
   // Files appear whole or not at all; config.json comes last.
   void save_pretrained(const std::string& folder, const std::string& max_shard_size = "10GB") const;
 

@@ -7,6 +7,7 @@
 #include <tessera/core/state/weight_files.h>
 #include <tessera/nn/models/config_limits.h>
 #include <tessera/nn/models/llama.h>
+#include <tessera/nn/models/made_to_load.h>
 #include <tessera/nn/models/tied_head.h>
 
 namespace tessera::nn::models {
@@ -79,7 +80,8 @@ static void check_sizes(const LlamaConfig& config, const StateDict& weights,
               "; get both again from one place");
 }
 
-std::unique_ptr<Llama> Llama::from_pretrained(const std::string& folder) {
+std::unique_ptr<Llama> Llama::from_pretrained(const std::string& folder,
+                                              const std::function<void(ModuleBase&)>& divide) {
   LlamaConfig config = LlamaConfig::read((std::filesystem::path(folder) / "config.json").string());
   const StateDict weights = tessera::load_weights(folder);
   config.tied = is_head_tied(config.tied, weights, kTokenTable, folder);
@@ -90,10 +92,7 @@ std::unique_ptr<Llama> Llama::from_pretrained(const std::string& folder) {
     state.set(name, tensor);
   }
   check_sizes(config, state, folder);
-  ParameterDefaults defaults = ParameterDefaultsGuard::current();
-  defaults.initialise = false;
-  const ParameterDefaultsGuard guard(defaults);
-  auto model = std::make_unique<Llama>(config);
+  auto model = made_to_load<Llama>(config, divide);
   try {
     model->load_state_dict(state);
   } catch (Error& error) {
