@@ -3,26 +3,19 @@
 // ctest labels: threads
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <functional>
-#include <map>
 #include <vector>
 
 #include <tessera/core/parallel.h>
-#include <tessera/core/random.h>
 #include <tessera/distributed/data_parallel/replicate.h>
-#include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
 #include <tessera/distributed/tensor_parallel/convert.h>
 #include <tessera/distributed/tensor_parallel/parallelize.h>
-#include <tessera/nn/models/bert.h>
-#include <tessera/nn/models/gpt2.h>
-#include <tessera/nn/models/llama.h>
-#include <tessera/optim/optimizers.h>
 
 #include "distributed/compared_ranks.h"
 #include "message_of.h"
+#include "parallel/divided_training.h"
 
 namespace tessera::distributed::test_tensor_parallel {
 namespace {
@@ -30,100 +23,11 @@ namespace {
 constexpr int kSteps = 3;
 constexpr double kTolerance = 1e-11;  // f64; of each tensor's largest element
 
-// A vocabulary that does not divide.
-constexpr nn::models::GptConfig kTiny{
-    .vocab_size = 51, .context = 16, .width = 32, .layers = 2, .heads = 4};
-
-struct Batch {
-  Tensor inputs, targets;  // [2, 8]
-};
-Batch batch_of(int step) {
-  const RandomStream stream{5, static_cast<uint64_t>(step)};
-  const Tensor tokens = randint(0, kTiny.vocab_size, {2, 9}, kI64, stream);
-  Batch batch{tokens.narrow(1, 0, 8).contiguous(), tokens.narrow(1, 1, 8).contiguous()};
-  batch.targets.select(1, 3).fill_(-100);
-  return batch;
-}
-
-// What is trained: a model and its loss of a batch.
-struct Training {
-  std::unique_ptr<nn::ModuleBase> model;
-  std::function<Tensor(const Batch& batch)> loss;
-};
-template <class Model>
-Training training_of(std::unique_ptr<Model> model,
-                     const std::function<Tensor(Model& model, const Batch& batch)>& loss) {
-  model->to(kF64);
-  Model& reference = *model;
-  return {std::move(model),
-          [&reference, loss](const Batch& batch) { return loss(reference, batch); }};
-}
-std::unique_ptr<nn::models::Gpt> tiny_model(double dropout = 0) {
-  manual_seed(1);
-  nn::models::GptConfig config = kTiny;
-  config.dropout = dropout;
-  auto model = std::make_unique<nn::models::Gpt>(config);
-  model->to(kF64);
-  return model;
-}
-Training gpt(nn::models::Logits logits = nn::models::Logits::kWithoutLoss, double dropout = 0) {
-  return training_of<nn::models::Gpt>(tiny_model(dropout),
-                                      [logits](nn::models::Gpt& model, const Batch& b) {
-                                        return model(b.inputs, b.targets, logits).loss;
-                                      });
-}
-Training llama(bool head_norms = false) {
-  manual_seed(1);
-  auto model =
-      std::make_unique<nn::models::Llama>(nn::models::LlamaConfig{.vocab_size = 51,
-                                                                  .width = 32,
-                                                                  .inner = 24,
-                                                                  .layers = 2,
-                                                                  .heads = 4,
-                                                                  .kv_heads = 2,
-                                                                  .tied = false,
-                                                                  .qkv_bias = true,
-                                                                  .head_norms = head_norms});
-  return training_of<nn::models::Llama>(
-      std::move(model),
-      [](nn::models::Llama& model, const Batch& b) { return model(b.inputs, b.targets).loss; });
-}
-Training bert(double dropout = 0) {
-  manual_seed(1);
-  auto model =
-      std::make_unique<nn::models::Bert>(nn::models::BertConfig{.vocab_size = 51,
-                                                                .width = 32,
-                                                                .layers = 2,
-                                                                .heads = 4,
-                                                                .context = 16,
-                                                                .dropout = dropout,
-                                                                .attention_dropout = dropout});
-  return training_of<nn::models::Bert>(
-      std::move(model), [](nn::models::Bert& model, const Batch& b) {
-        return model(b.inputs, {}, b.inputs.select(1, 0).remainder(2)).loss;
-      });
-}
-
-using Values = std::map<std::string, std::vector<double>>;
-
-// All of a model's parameters or gradients, whole.
-Values whole_values(const nn::ModuleBase& model, bool of_gradients) {
-  const NoGradGuard no_grad;
-  Values values;
-  for (const auto& [name, parameter] : model.named_parameters()) {
-    const Tensor x = of_gradients ? parameter.grad() : parameter;
-    values[name] = (is_dtensor(x) ? full_tensor(x) : x).to_vector();
-  }
-  return values;
-}
-
 struct Trained {
   std::vector<double> losses;
-  std::vector<Values> gradients;
-  Values parameters;
+  std::vector<WholeValues> gradients;
+  WholeValues parameters;
 };
-using MakeOptimizer = std::unique_ptr<optim::Optimizer> (*)(const NamedTensors& parameters);
-
 Trained train(const Training& training, MakeOptimizer make_optimizer) {
   Trained run;
   const auto optimizer = make_optimizer(training.model->named_parameters());
@@ -131,26 +35,12 @@ Trained train(const Training& training, MakeOptimizer make_optimizer) {
     const Tensor loss = training.loss(batch_of(step));
     loss.backward();
     run.losses.push_back(loss.item());
-    run.gradients.push_back(whole_values(*training.model, true));
+    run.gradients.push_back(wholes_of(*training.model, true));
     optimizer->step();
     optimizer->zero_grad();
   }
-  run.parameters = whole_values(*training.model, false);
+  run.parameters = wholes_of(*training.model, false);
   return run;
-}
-
-void expect_close(const Values& own, const Values& expected, const std::string& what) {
-  ASSERT_EQ(own.size(), expected.size());
-  for (const auto& [name, values] : expected) {
-    const std::vector<double>& got = own.at(name);
-    ASSERT_EQ(got.size(), values.size()) << what << " " << name;
-    double scale = 1e-3, worst = 0;
-    for (size_t i = 0; i < got.size(); ++i) {
-      scale = std::max(scale, std::abs(values[i]));
-      worst = std::max(worst, std::abs(got[i] - values[i]));
-    }
-    EXPECT_LE(worst, kTolerance * scale) << what << " of " << name;
-  }
 }
 
 void compare_with_one_process(const std::function<Training()>& make, MakeOptimizer optimizer,
@@ -177,25 +67,17 @@ void compare_with_one_process(const std::function<Training()>& make, MakeOptimiz
     const Trained own = train(training, optimizer);
     for (size_t step = 0; step < kSteps; ++step) {
       EXPECT_NEAR(own.losses[step], expected.losses[step], kTolerance * expected.losses[step]);
-      expect_close(own.gradients[step], expected.gradients[step], "gradient");
+      expect_close(own.gradients[step], expected.gradients[step], kTolerance, "gradient");
     }
-    expect_close(own.parameters, expected.parameters, "parameter");
+    expect_close(own.parameters, expected.parameters, kTolerance, "parameter");
   });
-}
-
-std::unique_ptr<optim::Optimizer> sgd(const NamedTensors& parameters) {
-  return std::make_unique<optim::SGD>(parameters, optim::SGD::Options{.lr = 0.1, .momentum = 0.9});
-}
-// A large eps: a key's bias has no gradient but rounding, of which Adam would make steps.
-std::unique_ptr<optim::Optimizer> adamw(const NamedTensors& parameters) {
-  return std::make_unique<optim::AdamW>(parameters, optim::AdamW::Options{.lr = 1e-2, .eps = 1e-3});
 }
 
 TEST(TensorParallel, LossesGradientsAndParametersAreThoseOfOneProcess) {
   for (const int ranks : {2, 4}) {
     for (const bool sequence : {false, true}) {
-      compare_with_one_process([] { return gpt(); }, sgd, ranks, sequence);
-      compare_with_one_process([] { return gpt(); }, adamw, ranks, sequence);
+      compare_with_one_process(gpt, sgd, ranks, sequence);
+      compare_with_one_process(gpt, adamw, ranks, sequence);
     }
   }
 }
@@ -203,7 +85,7 @@ TEST(TensorParallel, LossesGradientsAndParametersAreThoseOfOneProcess) {
 TEST(TensorParallel, SoAreThoseOfLlamaAndBert) {
   for (const bool sequence : {false, true}) {
     for (const bool head_norms : {false, true}) {
-      compare_with_one_process([&] { return llama(head_norms); }, sgd, 2, sequence);
+      compare_with_one_process([&] { return llama_of(2, kF64, head_norms); }, sgd, 2, sequence);
     }
     compare_with_one_process([] { return bert(); }, sgd, 2, sequence);
   }
@@ -211,20 +93,20 @@ TEST(TensorParallel, SoAreThoseOfLlamaAndBert) {
 
 // Residuals drop by tokens, attention by heads: each element as in one process.
 TEST(TensorParallel, DropoutDrawsByThePlaceInTheWhole) {
-  constexpr auto kLoss = nn::models::Logits::kWithoutLoss;
   for (const bool sequence : {false, true}) {
     for (const bool recompute : {false, true}) {
-      compare_with_one_process([] { return gpt(kLoss, 0.3); }, sgd, 2, sequence, recompute);
+      compare_with_one_process([] { return gpt_with(0.3); }, sgd, 2, sequence, recompute);
     }
-    compare_with_one_process([] { return gpt(kLoss, 0.3); }, sgd, 4, sequence);
+    compare_with_one_process([] { return gpt_with(0.3); }, sgd, 4, sequence);
     compare_with_one_process([] { return bert(0.3); }, sgd, 2, sequence);
   }
 }
 
 TEST(TensorParallel, WholeLogitsAndRecomputedBlocksGiveTheSame) {
   for (const bool sequence : {false, true}) {
-    compare_with_one_process([] { return gpt(nn::models::Logits::kAll); }, sgd, 2, sequence);
-    compare_with_one_process([] { return gpt(); }, sgd, 2, sequence, true);
+    compare_with_one_process([] { return gpt_of(kTiny, kF64, nn::models::Logits::kAll); }, sgd, 2,
+                             sequence);
+    compare_with_one_process(gpt, sgd, 2, sequence, true);
   }
 }
 
@@ -301,7 +183,7 @@ TEST(TensorParallel, ParametersAreDTensorsAndInCallsThisRanksParts) {
     }
     Mesh data(world());
     EXPECT_THROW(replicate(*model, data), UnsupportedError);
-    EXPECT_EQ(whole_values(*model, false), whole_values(*whole, false));
+    EXPECT_EQ(wholes_of(*model, false), wholes_of(*whole, false));
   });
 }
 
