@@ -105,6 +105,7 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/data/dataset.h>
 #include <tessera/data/distributed_source.h>
+#include <tessera/data/fine_tuning.h>
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>
 #include <tessera/data/packed_dataset.h>

@@ -2,6 +2,7 @@
 
 #include <unicode/brkiter.h>
 #include <unicode/bytestream.h>
+#include <unicode/locid.h>
 #include <unicode/normalizer2.h>
 #include <unicode/uchar.h>
 #include <unicode/unistr.h>
@@ -144,6 +145,59 @@ void append_lower_case(char32_t c, std::string& out) {
     return;
   }
   append_utf8(static_cast<char32_t>(u_tolower(static_cast<UChar32>(c))), out);
+}
+
+namespace {
+
+std::string changed(std::string_view text,
+                    icu::UnicodeString& (icu::UnicodeString::*change)(const icu::Locale&)) {
+  icu::UnicodeString string = icu::UnicodeString::fromUTF8(
+      icu::StringPiece(text.data(), static_cast<int32_t>(text.size())));
+  std::string out;
+  (string.*change)(icu::Locale::getRoot()).toUTF8String(out);
+  return out;
+}
+
+int numeric_type(char32_t c) {
+  return u_getIntPropertyValue(static_cast<UChar32>(c), UCHAR_NUMERIC_TYPE);
+}
+
+}  // namespace
+
+std::string upper_case(std::string_view text) {
+  return changed(text, &icu::UnicodeString::toUpper);
+}
+std::string lower_case(std::string_view text) {
+  return changed(text, &icu::UnicodeString::toLower);
+}
+
+std::string title_case(std::string_view character) {
+  if (character.empty()) return {};
+  const auto c = static_cast<UChar32>(decode_utf8(character, 0).value);
+  const UChar32 title = u_totitle(c);
+  if (title == c)
+    return upper_case(character) == character ? std::string(character) : [&] {
+      // Several characters: the first is upper case, ß becomes Ss.
+      const std::string upper = upper_case(character);
+      const uint32_t first = decode_utf8(upper, 0).length;
+      return upper.substr(0, first) + lower_case(std::string_view(upper).substr(first));
+    }();
+  std::string out;
+  append_utf8(static_cast<char32_t>(title), out);
+  return out;
+}
+
+bool is_cased(char32_t c) { return u_hasBinaryProperty(static_cast<UChar32>(c), UCHAR_CASED) != 0; }
+bool is_upper(char32_t c) {
+  return u_hasBinaryProperty(static_cast<UChar32>(c), UCHAR_UPPERCASE) != 0;
+}
+bool is_alphabetic(char32_t c) { return in_category(c, U_GC_L_MASK); }
+bool is_digit(char32_t c) {
+  return numeric_type(c) == U_NT_DECIMAL || numeric_type(c) == U_NT_DIGIT;
+}
+bool is_numeric(char32_t c) { return numeric_type(c) != U_NT_NONE; }
+bool is_printable(char32_t c) {
+  return c == ' ' || !in_category(c, U_GC_C_MASK | U_GC_Z_MASK | U_GC_CN_MASK);
 }
 
 }  // namespace tessera::data

@@ -49,6 +49,18 @@ std::optional<char32_t> compose(char32_t first, char32_t second);
 // Where the extended grapheme clusters of valid UTF-8 end, in bytes.
 std::vector<size_t> grapheme_ends(std::string_view text);
 
+// Cases of valid UTF-8 as Python's str makes them (Unicode's full mappings).
+std::string upper_case(std::string_view text);
+std::string lower_case(std::string_view text);
+std::string title_case(std::string_view character);  // of one code point
+bool is_cased(char32_t code_point);
+bool is_upper(char32_t code_point);
+// Python's isalpha(), isdigit(), isnumeric() and isprintable() of one code point.
+bool is_alphabetic(char32_t code_point);
+bool is_digit(char32_t code_point);
+bool is_numeric(char32_t code_point);
+bool is_printable(char32_t code_point);
+
 // Appends the lower case of one code point, in UTF-8 (Unicode's full mapping without context).
 void append_lower_case(char32_t code_point, std::string& out);
 

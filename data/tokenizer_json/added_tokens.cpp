@@ -70,16 +70,7 @@ void AddedTokens::read(const Json& list, const std::string& place, const Vocabul
   }
   for (size_t i = 0; i < tokens_.size(); ++i) {
     if (tokens_[i].matched.empty()) continue;
-    Starts& starts = starts_[tokens_[i].normalized ? 1 : 0];
-    starts.tokens.push_back(i);
-    starts.by_byte[static_cast<unsigned char>(tokens_[i].matched[0])].push_back(i);
-  }
-  for (Starts& starts : starts_) {
-    for (std::vector<size_t>& same_byte : starts.by_byte) {
-      std::sort(same_byte.begin(), same_byte.end(), [this](size_t a, size_t b) {
-        return tokens_[a].matched.size() > tokens_[b].matched.size();
-      });
-    }
+    matchers_[tokens_[i].normalized ? 1 : 0].add(tokens_[i].matched, i);
   }
 }
 
@@ -91,23 +82,16 @@ const AddedToken* AddedTokens::find_content(std::string_view content) const {
 }
 
 void AddedTokens::find(std::string_view text, bool normalized, std::vector<Piece>& pieces) const {
-  const Starts& starts = starts_[normalized ? 1 : 0];
+  const TokenMatcher& matcher = matchers_[normalized ? 1 : 0];
   const auto push = [&](size_t begin, size_t end, TokenId id) {
     const auto first = static_cast<uint32_t>(begin);
     pieces.push_back({first, static_cast<uint32_t>(end), first, id});
   };
   size_t covered = 0;
-  for (size_t at = 0; !starts.tokens.empty() && at < text.size();) {
-    const std::vector<size_t>& candidates = starts.by_byte[static_cast<unsigned char>(text[at])];
-    const auto found = std::find_if(candidates.begin(), candidates.end(), [&](size_t i) {
-      return text.substr(at).starts_with(tokens_[i].matched);
-    });
-    if (found == candidates.end()) {
-      ++at;
-      continue;
-    }
-    const AddedToken& token = tokens_[*found];
-    size_t begin = at, end = at + token.matched.size();
+  size_t at = 0;
+  while (const auto match = matcher.find(text, at)) {
+    const AddedToken& token = tokens_[match->index];
+    size_t begin = match->begin, end = match->end;
     at = end;
     if (token.single_word && ((begin > 0 && ends_with_word(text.substr(0, begin))) ||
                               (end < text.size() && starts_with_word(text.substr(end))))) {

@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include <tessera/data/text/token_matcher.h>
 #include <tessera/data/tokenizer_json/aligned_text.h>
 #include <tessera/data/tokenizer_json/json_fields.h>
 #include <tessera/data/tokenizer_json/normalizers.h>
@@ -35,7 +36,7 @@ class AddedTokens {
   // others. Pieces are relative to the text; between tokens they have no id. The leftmost token is
   // found first, of several the longest.
   void find(std::string_view text, bool normalized, std::vector<Piece>& pieces) const;
-  bool any(bool normalized) const { return !starts_[normalized ? 1 : 0].tokens.empty(); }
+  bool any(bool normalized) const { return !matchers_[normalized ? 1 : 0].empty(); }
 
   const AddedToken* token(TokenId id) const {
     const auto found = by_id_.find(id);
@@ -46,15 +47,10 @@ class AddedTokens {
   TokenId end() const { return end_; }  // every id is smaller
 
  private:
-  struct Starts {
-    std::array<std::vector<size_t>, 256> by_byte;  // longest first
-    std::vector<size_t> tokens;
-  };
-
   std::vector<AddedToken> tokens_;
   std::unordered_map<TokenId, size_t> by_id_;
   std::unordered_set<std::string> special_;
-  std::array<Starts, 2> starts_;
+  std::array<TokenMatcher, 2> matchers_;  // [1]: in normalized text
   TokenId end_ = 0;
 };
 

@@ -1,5 +1,6 @@
 #include <tessera/data/tokenizer_json/pretrained_config.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include <tessera/core/error.h>
@@ -30,16 +31,49 @@ void read_token(const Json& json, const char* name, const std::string& place,
   token = value->is_object() ? fields.object(name).text("content") : fields.text(name);
 }
 
-// A text, or a list of {"name", "template"}, of which the one named default counts.
-std::optional<std::string> read_chat_template(JsonFields& fields) {
+using Templates = std::vector<std::pair<std::string, std::string>>;
+
+void set_template(Templates& templates, const std::string& name, std::string text) {
+  const auto found = std::find_if(templates.begin(), templates.end(),
+                                  [&](const auto& known) { return known.first == name; });
+  if (found != templates.end()) {
+    found->second = std::move(text);
+  } else {
+    templates.emplace_back(name, std::move(text));
+  }
+}
+
+// A text, or a list of {"name", "template"}.
+void read_chat_templates(JsonFields& fields, Templates& templates) {
   const Json* const value = fields.find("chat_template");
-  if (value == nullptr) return std::nullopt;
-  if (!value->is_array()) return fields.text("chat_template");
+  if (value == nullptr) return;
+  if (!value->is_array()) {
+    return set_template(templates, "default", fields.text("chat_template"));
+  }
   for (const Json& entry : *value) {
     JsonFields named(entry, fields.place() + ".chat_template");
-    if (named.text("name") == "default") return named.text("template");
+    set_template(templates, named.text("name"), named.text("template"));
   }
-  return std::nullopt;
+}
+
+// Files of templates replace those of tokenizer_config.json, all of them.
+void read_template_files(const std::filesystem::path& folder, Templates& templates) {
+  Templates of_files;
+  const std::filesystem::path single = folder / "chat_template.jinja";
+  if (std::filesystem::exists(single)) {
+    set_template(of_files, "default", read_text(single.string()));
+  }
+  const std::filesystem::path more = folder / "additional_chat_templates";
+  if (std::filesystem::is_directory(more)) {
+    std::vector<std::filesystem::path> files;
+    for (const auto& entry : std::filesystem::directory_iterator(more)) {
+      if (entry.path().extension() == ".jinja") files.push_back(entry.path());
+    }
+    std::sort(files.begin(), files.end());
+    for (const auto& file : files)
+      set_template(of_files, file.stem().string(), read_text(file.string()));
+  }
+  if (!of_files.empty()) templates = std::move(of_files);
 }
 
 }  // namespace
@@ -68,11 +102,16 @@ PretrainedConfig read_pretrained_config(const std::string& folder) {
       if (!is_number) fields.wrong("model_max_length", "a number that is not negative");
       if (length->get<double>() < kNoLimit) config.model_max_length = length->get<int64_t>();
     }
-    if (auto chat_template = read_chat_template(fields)) config.chat_template = chat_template;
+    read_chat_templates(fields, config.chat_templates);
   }
-  const std::filesystem::path jinja = path / "chat_template.jinja";
-  if (std::filesystem::exists(jinja)) config.chat_template = read_text(jinja.string());
+  read_template_files(path, config.chat_templates);
   return config;
+}
+
+const std::string* PretrainedConfig::chat_template(const std::string& name) const {
+  const auto found = std::find_if(chat_templates.begin(), chat_templates.end(),
+                                  [&](const auto& known) { return known.first == name; });
+  return found == chat_templates.end() ? nullptr : &found->second;
 }
 
 }  // namespace tessera::data

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -31,6 +32,8 @@ struct Truncation {
   int64_t max_length = 512;  // of ids, special tokens included
   Strategy strategy = Strategy::kLongestFirst;
   bool left = false;  // loses ids at the beginning
+  // encode_overflowing() only: how many ids of a stretch the next one repeats.
+  int64_t stride = 0;
 };
 
 struct Padding {
@@ -45,6 +48,13 @@ struct PretrainedEncodeOptions {
   // In place of what the file says, which truncates and pads where it has them.
   std::optional<Truncation> truncation = {};
   std::optional<Padding> padding = {};
+
+  // Neither truncated nor padded, whatever the file says.
+  static PretrainedEncodeOptions whole(bool add_special_tokens) {
+    return {.add_special_tokens = add_special_tokens,
+            .truncation = Truncation{.max_length = std::numeric_limits<int64_t>::max()},
+            .padding = Padding{}};
+  }
 };
 
 }  // namespace tessera::data

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <tuple>
 #include <utility>
 
 #include <tessera/core/error.h>
@@ -13,12 +14,14 @@
 #include <tessera/data/text/text.h>
 #include <tessera/data/text/unicode.h>
 #include <tessera/data/tokenizer_json/added_tokens.h>
+#include <tessera/data/tokenizer_json/chat_template_cache.h>
 #include <tessera/data/tokenizer_json/decoders.h>
 #include <tessera/data/tokenizer_json/normalizers.h>
 #include <tessera/data/tokenizer_json/post_processors.h>
 #include <tessera/data/tokenizer_json/pre_tokenizers.h>
 #include <tessera/data/tokenizer_json/pretrained_config.h>
 #include <tessera/data/tokenizer_json/token_model.h>
+#include <tessera/data/tokenizer_json/truncation.h>
 
 namespace tessera::data {
 namespace {
@@ -27,8 +30,6 @@ namespace {
 constexpr size_t kMostTextBytes = size_t{1} << 27;
 // By normalizers and pre-tokenizers: decomposed characters are up to 11 times as long.
 constexpr size_t kMostGrowth = 16, kMostGrowthBytes = size_t{1} << 20;
-// Of a file: longer than models' contexts.
-constexpr int64_t kMostPadding = int64_t{1} << 22;
 
 // Where each token of a text is in it, and its spaces where the post-processor asks for them.
 struct Places {
@@ -55,132 +56,6 @@ void count_spaces(std::string_view token, Places& places) {
   }
   places.leading_spaces.push_back(leading);
   places.trailing_spaces.push_back(run);
-}
-
-Truncation read_truncation(JsonFields fields) {
-  Truncation result;
-  result.max_length = fields.number("max_length");
-  const std::string strategy = fields.optional_text("strategy").value_or("LongestFirst");
-  const std::string direction = fields.optional_text("direction").value_or("Right");
-  if (strategy == "OnlyFirst") {
-    result.strategy = Truncation::Strategy::kOnlyFirst;
-  } else if (strategy == "OnlySecond") {
-    result.strategy = Truncation::Strategy::kOnlySecond;
-  } else if (strategy != "LongestFirst") {
-    fields.refuse("the strategy '" + strategy + "'");
-  }
-  if (direction != "Right" && direction != "Left") {
-    fields.refuse("the direction '" + direction + "'");
-  }
-  result.left = direction == "Left";
-  fields.ignore({"stride"});  // of what overflows, which is not kept
-  fields.finish();
-  return result;
-}
-
-Padding read_padding(JsonFields fields) {
-  Padding result;
-  const Json& strategy = fields.at("strategy");
-  if (strategy.is_object()) {
-    JsonFields fixed = fields.object("strategy");
-    result.length = fixed.number("Fixed");
-    fixed.finish();
-  } else if (strategy != Json("BatchLongest")) {
-    fields.refuse("another strategy than BatchLongest and Fixed");
-  }
-  const std::string direction = fields.text("direction");
-  if (direction != "Right" && direction != "Left") {
-    fields.refuse("the direction '" + direction + "'");
-  }
-  result.left = direction == "Left";
-  result.to_multiple_of = fields.number("pad_to_multiple_of", 0);
-  for (const int64_t length : {result.length.value_or(0), result.to_multiple_of}) {
-    TS_CHECK_AS(FormatError, length <= kMostPadding, kPretrained, fields.place(), " asks for ",
-                length, " ids; at most ", kMostPadding, " are padded to; get the file again.");
-  }
-  result.id = static_cast<TokenId>(fields.number("pad_id"));
-  result.type_id = static_cast<TokenId>(fields.number("pad_type_id"));
-  fields.ignore({"pad_token"});
-  fields.finish();
-  return result;
-}
-
-void truncate(EncodingPart& part, int64_t length, bool left) {
-  const auto size = static_cast<int64_t>(part.encoding.ids.size());
-  if (length >= size) return;
-  const auto cut = [&](auto& values) {
-    if (left) values.erase(values.begin(), values.begin() + (size - length));
-    values.resize(static_cast<size_t>(length));
-  };
-  cut(part.encoding.ids);
-  cut(part.encoding.type_ids);
-  cut(part.encoding.attention_mask);
-  cut(part.encoding.special_tokens_mask);
-  cut(part.encoding.offsets);
-  cut(part.leading_spaces);
-  cut(part.trailing_spaces);
-}
-
-void truncate_all(std::vector<EncodingPart>& parts, const Truncation& how, int64_t added) {
-  TS_CHECK(how.max_length >= added, kPretrained, "max_length must leave room for ", added,
-           " special tokens; got ", how.max_length, "; raise it.");
-  const int64_t room = how.max_length - added;
-  const auto length_of = [](const EncodingPart& part) {
-    return static_cast<int64_t>(part.encoding.ids.size());
-  };
-  int64_t total = 0;
-  for (const EncodingPart& part : parts) total += length_of(part);
-  if (room == 0) {
-    for (EncodingPart& part : parts) truncate(part, 0, how.left);
-    return;
-  }
-  if (total <= room) return;
-  if (how.strategy != Truncation::Strategy::kLongestFirst) {
-    const bool first = how.strategy == Truncation::Strategy::kOnlyFirst;
-    TS_CHECK(first || parts.size() == 2, kPretrained,
-             "the strategy shortens the second text, and there is none; truncate the first.");
-    EncodingPart& part = parts[first ? 0 : 1];
-    const int64_t left_over = length_of(part) - (total - room);
-    TS_CHECK(left_over > 0, kPretrained, "max_length ", how.max_length, " leaves no room for the ",
-             first ? "first" : "second", " text, which alone may be shortened; raise it.");
-    return truncate(part, left_over, how.left);
-  }
-  if (parts.size() == 1) return truncate(parts[0], room, how.left);
-  // The longer one loses until both are equal, then they share; an odd id goes to the one that was
-  // longer, to the second of two equals.
-  const bool first_is_shorter = length_of(parts[0]) <= length_of(parts[1]);
-  EncodingPart& shorter = parts[first_is_shorter ? 0 : 1];
-  EncodingPart& longer = parts[first_is_shorter ? 1 : 0];
-  const int64_t keep = std::min(length_of(shorter), room / 2);
-  truncate(shorter, keep, how.left);
-  truncate(longer, room - keep, how.left);
-}
-
-void pad(PretrainedEncoding& encoding, size_t length, const Padding& how) {
-  if (encoding.ids.size() >= length) return;
-  const size_t more = length - encoding.ids.size();
-  const auto fill = [&](auto& values, auto value) {
-    values.insert(how.left ? values.begin() : values.end(), more, value);
-  };
-  fill(encoding.ids, how.id);
-  fill(encoding.type_ids, how.type_id);
-  fill(encoding.attention_mask, TokenId{0});
-  fill(encoding.special_tokens_mask, TokenId{1});
-  fill(encoding.offsets, TokenOffset{});
-}
-
-void pad_all(std::span<PretrainedEncoding> encodings, const Padding& how) {
-  size_t length = static_cast<size_t>(how.length.value_or(0));
-  if (!how.length) {
-    for (const PretrainedEncoding& encoding : encodings) {
-      length = std::max(length, encoding.ids.size());
-    }
-  }
-  if (how.to_multiple_of > 0) {
-    const auto unit = static_cast<size_t>(how.to_multiple_of);
-    length = (length + unit - 1) / unit * unit;
-  }
-  for (PretrainedEncoding& encoding : encodings) pad(encoding, length, how);
 }
 
 // From byte spans to characters, as the package converts them.
@@ -320,8 +195,11 @@ struct PretrainedTokenizer::Model {
     return part;
   }
 
-  PretrainedEncoding encode_unpadded(std::string_view first, const std::string_view* second,
-                                     const PretrainedEncodeOptions& options) const {
+  // What is kept of the texts, and behind it, if asked for, what overflows.
+  std::vector<PretrainedEncoding> encode_unpadded(std::string_view first,
+                                                  const std::string_view* second,
+                                                  const PretrainedEncodeOptions& options,
+                                                  bool overflowing) const {
     std::vector<EncodingPart> parts;
     for (const std::string_view* text : {&std::as_const(first), second}) {
       if (text == nullptr) continue;
@@ -330,12 +208,39 @@ struct PretrainedTokenizer::Model {
       parts.push_back(valid ? encode_part(*text, type_id)
                             : encode_part(replace_invalid_utf8(*text), type_id));
     }
-    if (const auto& how = options.truncation ? options.truncation : truncation) {
-      const int64_t added_tokens = !options.add_special_tokens || !post_processor ? 0
-                                   : parts.size() == 1 ? post_processor->added_single
-                                                       : post_processor->added_pair;
-      truncate_all(parts, *how, added_tokens);
+    const auto& how = options.truncation ? options.truncation : truncation;
+    if (!how) return {whole_of(std::move(parts), options)};
+    const int64_t added_tokens = !options.add_special_tokens || !post_processor ? 0
+                                 : parts.size() == 1 ? post_processor->added_single
+                                                     : post_processor->added_pair;
+    const std::vector<int64_t> lengths = kept_lengths(parts, *how, added_tokens);
+    if (!overflowing) {
+      for (size_t i = 0; i < parts.size(); ++i) truncate(parts[i], lengths[i], how->left);
+      return {whole_of(std::move(parts), options)};
     }
+    std::vector<std::vector<EncodingPart>> stretches;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      stretches.push_back(stretches_of(parts[i], lengths[i], how->stride, how->left));
+    }
+    std::vector<PretrainedEncoding> result;
+    if (parts.size() == 1) {
+      for (EncodingPart& stretch : stretches[0]) result.push_back(whole_of({stretch}, options));
+      return result;
+    }
+    // The package's order: what is kept; each stretch that overflows the first text with all of the
+    // second; what is kept of the first with the others of the second.
+    const auto& [a, b] = std::tie(stretches[0], stretches[1]);
+    result.push_back(whole_of({a[0], b[0]}, options));
+    for (size_t i = 1; i < a.size(); ++i) {
+      for (const EncodingPart& other : b) result.push_back(whole_of({a[i], other}, options));
+    }
+    for (size_t j = 1; j < b.size(); ++j) result.push_back(whole_of({a[0], b[j]}, options));
+    return result;
+  }
+
+  // Truncated texts with special tokens.
+  PretrainedEncoding whole_of(std::vector<EncodingPart> parts,
+                              const PretrainedEncodeOptions& options) const {
     if (post_processor) post_processor->run(parts, options.add_special_tokens);
     PretrainedEncoding whole;
     for (EncodingPart& part : parts) {
@@ -351,13 +256,15 @@ struct PretrainedTokenizer::Model {
     return whole;
   }
 
-  PretrainedEncoding encode_one(std::string_view first, const std::string_view* second,
-                                const PretrainedEncodeOptions& options) const {
-    PretrainedEncoding encoding = encode_unpadded(first, second, options);
+  std::vector<PretrainedEncoding> encode_one(std::string_view first, const std::string_view* second,
+                                             const PretrainedEncodeOptions& options,
+                                             bool overflowing = false) const {
+    std::vector<PretrainedEncoding> encodings =
+        encode_unpadded(first, second, options, overflowing);
     if (const auto& how = options.padding ? options.padding : padding) {
-      pad_all({&encoding, 1}, *how);
+      pad_all(encodings, {encodings.data(), 1}, *how);
     }
-    return encoding;
+    return encodings;
   }
 
   // What each token adds inside of a text: the decoder's answer to it behind another one.
@@ -387,7 +294,8 @@ struct PretrainedTokenizer::Model {
   }
 };
 
-PretrainedTokenizer::PretrainedTokenizer(std::unique_ptr<Model> model) : model_(std::move(model)) {}
+PretrainedTokenizer::PretrainedTokenizer(std::unique_ptr<Model> model)
+    : model_(std::move(model)), chat_templates_(std::make_shared<ChatTemplateCache>()) {}
 PretrainedTokenizer::PretrainedTokenizer(PretrainedTokenizer&&) noexcept = default;
 PretrainedTokenizer& PretrainedTokenizer::operator=(PretrainedTokenizer&&) noexcept = default;
 PretrainedTokenizer::~PretrainedTokenizer() = default;
@@ -439,8 +347,16 @@ PretrainedTokenizer PretrainedTokenizer::from_file(const std::string& path) {
 }
 
 PretrainedTokenizer PretrainedTokenizer::from_pretrained(const std::string& folder) {
-  PretrainedTokenizer tokenizer =
-      from_file((std::filesystem::path(folder) / "tokenizer.json").string());
+  const std::filesystem::path path = std::filesystem::path(folder) / "tokenizer.json";
+  for (const char* const other : {"tokenizer.model", "spiece.model", "sentencepiece.bpe.model"}) {
+    TS_CHECK_AS(UnsupportedError,
+                std::filesystem::exists(path) ||
+                    !std::filesystem::exists(std::filesystem::path(folder) / other),
+                kPretrained, "'", folder, "' has a SentencePiece model ('", other,
+                "') and no tokenizer.json, which alone is read; make one with transformers: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder).");
+  }
+  PretrainedTokenizer tokenizer = from_file(path.string());
   tokenizer.model_->config = read_pretrained_config(folder);
   return tokenizer;
 }
@@ -459,12 +375,18 @@ void PretrainedTokenizer::encode(std::string_view text, std::vector<TokenId>& id
 
 PretrainedEncoding PretrainedTokenizer::encode_text(std::string_view text,
                                                     const PretrainedEncodeOptions& options) const {
-  return model_->encode_one(text, nullptr, options);
+  return std::move(model_->encode_one(text, nullptr, options)[0]);
 }
 
 PretrainedEncoding PretrainedTokenizer::encode_pair(std::string_view first, std::string_view second,
                                                     const PretrainedEncodeOptions& options) const {
-  return model_->encode_one(first, &second, options);
+  return std::move(model_->encode_one(first, &second, options)[0]);
+}
+
+std::vector<PretrainedEncoding> PretrainedTokenizer::encode_overflowing(
+    std::string_view first, const std::optional<std::string_view>& second,
+    const PretrainedEncodeOptions& options) const {
+  return model_->encode_one(first, second ? &*second : nullptr, options, true);
 }
 
 std::vector<PretrainedEncoding> PretrainedTokenizer::encode_batch(
@@ -477,11 +399,11 @@ std::vector<PretrainedEncoding> PretrainedTokenizer::encode_batch(
   std::vector<PretrainedEncoding> encodings;
   for (size_t i = 0; i < first.size(); ++i) {
     const std::string_view other = second.empty() ? std::string_view() : second[i];
-    encodings.push_back(
-        model_->encode_unpadded(first[i], second.empty() ? nullptr : &other, options));
+    encodings.push_back(std::move(
+        model_->encode_unpadded(first[i], second.empty() ? nullptr : &other, options, false)[0]));
   }
   if (const auto& how = options.padding ? options.padding : model_->padding) {
-    pad_all(encodings, *how);
+    pad_all(encodings, encodings, *how);
   }
   return encodings;
 }

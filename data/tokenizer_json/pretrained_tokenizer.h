@@ -20,6 +20,7 @@
 #include <vector>
 
 #include <tessera/data/text/tokenizer.h>
+#include <tessera/data/tokenizer_json/chat.h>
 #include <tessera/data/tokenizer_json/pretrained_config.h>
 #include <tessera/data/tokenizer_json/pretrained_encoding.h>
 
@@ -51,10 +52,30 @@ class PretrainedTokenizer : public Tokenizer {
                                  const PretrainedEncodeOptions& options = {}) const;
   PretrainedEncoding encode_pair(std::string_view first, std::string_view second,
                                  const PretrainedEncodeOptions& options = {}) const;
+  // The same, and behind it what truncation takes away, in stretches of at most max_length with
+  // special tokens: the package's encoding and its overflowing ones, transformers'
+  // return_overflowing_tokens. Padding is to the first one's length. ValueError also for a stride
+  // that leaves nothing new.
+  std::vector<PretrainedEncoding> encode_overflowing(
+      std::string_view first, const std::optional<std::string_view>& second = {},
+      const PretrainedEncodeOptions& options = {}) const;
   // For a batch of texts or of pairs (then second.size() == first.size()). ValueError if empty.
   std::vector<PretrainedEncoding> encode_batch(std::span<const std::string> first,
                                                std::span<const std::string> second = {},
                                                const PretrainedEncodeOptions& options = {}) const;
+
+  // One text of a conversation, by the model's chat template, and its ids: what transformers'
+  // apply_chat_template gives. ValueError for a tokenizer without a template, a conversation that
+  // the template refuses or that does not fit it; the errors of ChatTemplate.
+  //
+  //     Chat chat = tokenizer.apply_chat_template({{"user", "Hi"}}, {.add_generation_prompt = true});
+  Chat apply_chat_template(const std::vector<ChatMessage>& messages,
+                           const ChatOptions& options = {}) const;
+  // `messages`: a JSON array of objects.
+  Chat apply_chat_template_json(std::string_view messages, const ChatOptions& options = {}) const;
+  // The text alone, and the characters of it that the template marks by {% generation %}.
+  RenderedChat render_chat(std::string_view messages, const ChatOptions& options = {}) const;
+  bool marks_generation(const ChatOptions& options = {}) const;  // whether the template has marks
 
   // The text that the file's decoder makes. IndexError for an id without a token.
   std::string decode(std::span<const TokenId> ids) const override;
@@ -74,6 +95,7 @@ class PretrainedTokenizer : public Tokenizer {
   struct Model;
   explicit PretrainedTokenizer(std::unique_ptr<Model> model);
   std::unique_ptr<Model> model_;
+  std::shared_ptr<class ChatTemplateCache> chat_templates_;
 };
 
 }  // namespace tessera::data

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -389,6 +390,82 @@ TEST(PretrainedTokenizer, LongRunsTakeNoTimeToSpeakOf) {
   }
 }
 
+TEST(PretrainedTokenizer, WhatTruncationTakesAwayFollowsInStretches) {
+  for (const json& c : tests::golden_json("tokenizers/overflow.json")) {
+    const json &cut = c["truncation"], &fill = c["padding"];
+    const auto strategy = cut.value("strategy", "");
+    PretrainedEncodeOptions options;
+    options.truncation =
+        Truncation{.max_length = cut["max_length"],
+                   .strategy = strategy == "only_first"    ? Truncation::Strategy::kOnlyFirst
+                               : strategy == "only_second" ? Truncation::Strategy::kOnlySecond
+                                                           : Truncation::Strategy::kLongestFirst,
+                   .left = cut.value("direction", "") == "left",
+                   .stride = cut.value("stride", 0)};
+    if (!fill.is_null()) {
+      options.padding = Padding{.to_multiple_of = fill.value("pad_to_multiple_of", 0),
+                                .left = fill.value("direction", "") == "left",
+                                .id = fill["pad_id"]};
+      if (fill.contains("length")) options.padding->length = fill["length"];
+    }
+    SCOPED_TRACE(c.dump());
+    json file = file_of(c["family"]);
+    file["truncation"] = file["padding"] = nullptr;
+    const PretrainedTokenizer tokenizer = parse(file);
+    const auto first = c["first"].get<std::string>();
+    std::optional<std::string> second;
+    if (!c["second"].is_null()) second = c["second"].get<std::string>();
+    const auto all = tokenizer.encode_overflowing(first, second, options);
+    ASSERT_EQ(all.size(), c["all"].size());
+    for (size_t i = 0; i < all.size(); ++i) {
+      const json& expected = c["all"][i];
+      EXPECT_EQ(all[i].ids, expected["ids"].get<Ids>());
+      // The package leaves the types of a template (T5's: all 0) out of what overflows.
+      if (c["family"] != "t5") {
+        EXPECT_EQ(all[i].type_ids, expected["type_ids"].get<Ids>());
+      }
+      EXPECT_EQ(all[i].attention_mask, expected["mask"].get<Ids>());
+      EXPECT_EQ(flat(all[i].offsets), expected["offsets"].get<std::vector<int64_t>>());
+    }
+    if (second) continue;
+    EXPECT_EQ(all[0].ids, tokenizer.encode_text(first, options).ids);
+  }
+  json file = file_of("gpt2");
+  file["truncation"] = {
+      {"max_length", 4}, {"stride", 4}, {"strategy", "LongestFirst"}, {"direction", "Right"}};
+  const PretrainedTokenizer tokenizer = parse(file);
+  EXPECT_TRUE(mentions(message_of<ValueError>([&] { tokenizer.encode_overflowing("a b c d e f"); }),
+                       "stride of 4"));
+  file["truncation"]["stride"] = 3;
+  EXPECT_EQ(parse(file).encode_overflowing("1 2 3 4 5 6").size(), 3u);
+}
+
+// Of cuts with equal scores the package takes the one that it meets first: with the longest last
+// token, since it goes on from the beginning, shortest tokens first.
+TEST(PretrainedTokenizer, OfCutsWithEqualScoresThePackagesIsTaken) {
+  json file = file_of("t5");
+  file["normalizer"] = file["pre_tokenizer"] = file["post_processor"] = nullptr;
+  file["added_tokens"] = json::array();
+  file["model"] = {
+      {"type", "Unigram"}, {"unk_id", 0}, {"byte_fallback", false}, {"vocab", json::array()}};
+  for (const auto& [token, score] : std::vector<std::pair<std::string, double>>{{"<unk>", 0},
+                                                                                {"a", -1},
+                                                                                {"b", -1},
+                                                                                {"c", -1},
+                                                                                {"ab", -2},
+                                                                                {"bc", -2},
+                                                                                {"abc", -3},
+                                                                                {"ca", -2}}) {
+    file["model"]["vocab"].push_back({token, score});
+  }
+  const PretrainedTokenizer tokenizer = parse(file);
+  const json ties = tests::golden_json("tokenizers/ties.json");
+  EXPECT_EQ(ties["model"], file["model"]);
+  for (const auto& [text, ids] : ties["texts"].items()) {
+    EXPECT_EQ(tokenizer.encode(text), ids.get<Ids>()) << text;
+  }
+}
+
 TEST(PretrainedTokenizer, TokensAreBytesForTextThatIsPrintedAsItIsMade) {
   const auto gpt2 = PretrainedTokenizer::from_pretrained(folder_of("gpt2"));
   EXPECT_EQ(gpt2.token_bytes(*gpt2.token_to_id("\xC4\xA0the")), " the");
@@ -401,6 +478,10 @@ TEST(PretrainedTokenizer, TokensAreBytesForTextThatIsPrintedAsItIsMade) {
 
 TEST(PretrainedTokenizer, ReadsWhatStandsBesideTheFile) {
   TestFolder folder;
+  folder.write("tokenizer.model", "\n");
+  EXPECT_TRUE(mentions(
+      message_of<UnsupportedError>([&] { PretrainedTokenizer::from_pretrained(folder.path("")); }),
+      "save_pretrained"));
   folder.write("tokenizer.json", file_of("gpt2").dump());
   const auto read = [&] { return PretrainedTokenizer::from_pretrained(folder.path("")); };
   EXPECT_EQ(read().end_of_text(), std::nullopt);
@@ -417,14 +498,24 @@ TEST(PretrainedTokenizer, ReadsWhatStandsBesideTheFile) {
   EXPECT_EQ(tokenizer.config().add_bos_token, false);
   EXPECT_EQ(tokenizer.config().add_eos_token, std::nullopt);
   EXPECT_EQ(tokenizer.config().model_max_length, 1024);
-  EXPECT_EQ(tokenizer.config().chat_template, "{{ messages }}");
+  EXPECT_EQ(*tokenizer.config().chat_template(), "{{ messages }}");
   EXPECT_EQ(tokenizer.end_of_text(), tokenizer.token_to_id("<|endoftext|>"));
   folder.write("tokenizer_config.json", R"({"model_max_length": 1e30, "chat_template":
       [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]})");
   EXPECT_EQ(read().config().model_max_length, std::nullopt);
-  EXPECT_EQ(read().config().chat_template, "b");
+  EXPECT_EQ(*read().config().chat_template(), "b");
+  EXPECT_EQ(*read().config().chat_template("tool_use"), "a");
+  const std::vector<ChatMessage> hello = {{"user", "hi"}};
+  EXPECT_EQ(read().apply_chat_template(hello).text, "b");
+  EXPECT_EQ(read().apply_chat_template(hello, {.tools = "[]"}).text, "a");
+  EXPECT_EQ(read().apply_chat_template(hello, {.chat_template = "tool_use"}).text, "a");
+  EXPECT_EQ(read().apply_chat_template(hello, {.chat_template = "{{ pad_token }}"}).text, "<pad>");
+  std::filesystem::create_directory(folder.path("additional_chat_templates"));
+  folder.write("additional_chat_templates/short.jinja", "s");
   folder.write("chat_template.jinja", "c");
-  EXPECT_EQ(read().config().chat_template, "c");
+  EXPECT_EQ(*read().config().chat_template(), "c");
+  EXPECT_EQ(*read().config().chat_template("short"), "s");
+  EXPECT_EQ(read().config().chat_template("tool_use"), nullptr);
   folder.write("tokenizer_config.json", R"({"add_bos_token": "yes"})");
   EXPECT_TRUE(mentions(message_of<FormatError>(read), "add_bos_token"));
   folder.write("tokenizer_config.json", "[]");

@@ -7,7 +7,7 @@ The files have the settings of the families' published ones and small vocabulari
 English prose of a folder (TESSERA_DATA_DIR/text) and on the hostile strings below. cases.json:
 "texts": each {"text", "ids", "offsets", "plain": the ids without special tokens where they differ,
 "decoded", "skipped": decoded without special tokens where that differs}; "pairs": {"first",
-"second", "ids", "type_ids", "mask"}; "settings": {"truncation", "padding", "texts", "batch"}.
+"second", "ids", "type_ids", "mask"}; overflow.json has what truncation takes away; "settings": {"truncation", "padding", "texts", "batch"}.
 """
 
 import base64
@@ -319,7 +319,40 @@ def write(path, value):
     path.write_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
+def overflow():
+    """overflow.json: {"family", "first", "second"?, "truncation", "padding"?, "all": [{"ids", "type_ids", "offsets", "mask"}]}."""
+    long = "The war and the peace of 1812, caf\u00e9s \u4e2d\u6587 and so on."
+    cases = []
+    for family in ("bert", "roberta", "llama2", "gpt2", "t5"):
+        for first, second, truncation, padding in [
+            (long, None, dict(max_length=9, stride=2), None), (long, None, dict(max_length=9, stride=3, direction="left"), None),
+            (long, None, dict(max_length=8), dict(length=8, pad_id=1)), ("Hello", None, dict(max_length=90, stride=3), None),
+            (long, "Who?", dict(max_length=14, stride=1, strategy="only_first"), None),
+            ("Who?", long, dict(max_length=15, stride=4, strategy="only_second", direction="left"), dict(direction="left", pad_id=2)),
+            (long, long[8:40], dict(max_length=16, stride=2), dict(pad_id=1, pad_to_multiple_of=4)),
+        ]:
+            t = Tokenizer.from_file(str(OUT / family / "tokenizer.json"))
+            t.enable_truncation(**truncation)
+            t.no_padding() if padding is None else t.enable_padding(**padding)
+            encoding = t.encode(first) if second is None else t.encode(first, second)
+            cases.append({"family": family, "first": first, "second": second, "truncation": truncation, "padding": padding, "all": [
+                {"ids": e.ids, "type_ids": e.type_ids, "offsets": [x for o in e.offsets for x in o], "mask": e.attention_mask}
+                for e in [encoding, *encoding.overflowing]]})
+    write(OUT / "overflow.json", cases)
+
+
+def ties():
+    """ties.json: {"model", "texts": {text: ids}}, where several cuts have equal scores."""
+    vocab = [("<unk>", 0.0), ("a", -1.0), ("b", -1.0), ("c", -1.0), ("ab", -2.0), ("bc", -2.0), ("abc", -3.0), ("ca", -2.0)]
+    t = Tokenizer(models.Unigram(vocab, 0, False))
+    texts = ["ab", "bc", "abc", "abca", "cab", "abab", "bcabc", "aabbcc", "caca", "abcabcabc", "xab", "abx", "cabx", ""]
+    model = {"type": "Unigram", "unk_id": 0, "byte_fallback": False, "vocab": vocab}
+    write(OUT / "ties.json", {"model": model, "texts": {text: t.encode(text).ids for text in texts}})
+
+
 def write_all():
+    overflow()
+    ties()
     texts = FIXED + hostile(36, 7)
     for path in sorted(OUT.glob("*/tokenizer.json")):
         t = Tokenizer.from_file(str(path))
