@@ -28,6 +28,8 @@ using detail::LoraTarget;
 namespace {
 
 constexpr const char* kAllLinear = "all-linear";
+// What transformers calls the layer that makes logits; PEFT leaves it out of all-linear.
+constexpr const char* kOutputLayer = "lm_head";
 constexpr const char* kFirstAdapter = "default";
 constexpr const char* kKeyPrefix = "base_model.model.";
 
@@ -483,6 +485,7 @@ class Choice {
     if (std::ranges::count(options_.names, named.name) != 0) return true;
     const bool named_so = options_.names.front() == kAllLinear
                               ? dynamic_cast<Linear*>(named.module) != nullptr &&
+                                    !names_end_of(kOutputLayer, named.name) &&
                                     !has_tied_weight(*named.module, holders)
                               : any_names_end_of(options_.names, named.name);
     return named_so && (options_.layers.empty() || in_layers(named.name));

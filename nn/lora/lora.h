@@ -62,7 +62,8 @@ using LoraPatterns = std::vector<std::pair<std::string, Value>>;
 struct LoraOptions {
   std::string adapter = "default";  // its name: letters, digits, - and _
   // Which layers: dotted names or their ends ("c_attn" also means "transformer.h.0.attn.c_attn").
-  // {"all-linear"}: every Linear except those whose weight is tied to another module's.
+  // {"all-linear"}: every Linear except lm_head, as PEFT leaves it out, and those whose weight is
+  // tied to another module's.
   std::vector<std::string> names = {};  // PEFT: target_modules, a list
   // Instead of names: a regular expression (Perl's, core/regex.h) that matches whole dotted names.
   std::string pattern = {};  // PEFT: target_modules, a string
