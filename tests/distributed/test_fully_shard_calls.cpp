@@ -232,6 +232,37 @@ TEST(FullyShardCalls, CountsAreThoseOfTheTable) {
   }
 }
 
+// Backwards that are not the last of a step leave sums over the ranks, which the last one divides.
+TEST(FullyShardCalls, SumsStayUndividedUntilTheLastBackward) {
+  for (const Way way : {Way::kFully, Way::kFullyKept, Way::kZero3}) {
+    SCOPED_TRACE(name_of(way));
+    on_ranks(2, [&](int rank) {
+      const auto gradients_after = [&](std::vector<bool> last) {
+        manual_seed(3);
+        Layers model;
+        Mesh mesh(world());
+        const auto parallel = shard_in(way, model, mesh);
+        const FullyShardedModule root = fully_sharded(model);
+        for (const bool is_last : last) {
+          root.set_is_last_backward(is_last);
+          loss_of(model, rank).backward();
+        }
+        return whole_gradients(model);
+      };
+      const auto one = gradients_after({true}), sum = gradients_after({false});
+      const auto both = gradients_after({false, true});
+      for (const auto& [name, gradient] : one) {
+        for (size_t i = 0; i < gradient.size(); ++i) {
+          const double wanted = 2 * gradient[i];
+          const double near = 8 * std::numeric_limits<float>::epsilon() * std::abs(wanted) + 1e-9;
+          EXPECT_NEAR(sum.at(name)[i], wanted, near) << name;
+          EXPECT_NEAR(both.at(name)[i], wanted, near) << name;
+        }
+      }
+    });
+  }
+}
+
 // Parts among two neighbours of four: backward gathers from them alone.
 TEST(FullyShardCalls, NeighboursKeepPartsBetweenForwardAndBackward) {
   Gradients expected;
