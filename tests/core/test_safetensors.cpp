@@ -422,6 +422,27 @@ TEST(ByteSize, IsANumberAndAUnit) {
                     }}});
 }
 
+// What an earlier save left goes, and what only looks like it stays.
+TEST_F(SafeTensors, ASaveRemovesItsOwnEarlierFilesAlone) {
+  const std::vector<std::string> stale = {"model-00001-of-00002.safetensors",
+                                          "model-00002-of-00002-b.safetensors",
+                                          "model.safetensors.index.json"};
+  const std::vector<std::string> others = {
+      "model-0x1-of-00002.safetensors",    "model-00001-of-2x.safetensors",
+      "model--of-00002.safetensors",       "model-00001-of-.safetensors",
+      "model-00001.safetensors",           "model-00001-of-00002.bin",
+      "a-model-00001-of-00002.safetensors"};
+  for (const auto& names : {stale, others}) {
+    for (const std::string& name : names) std::ofstream(path(name)) << "{}";
+  }
+  StateDict state;
+  state.set("x", counting({2}, kF32));
+  EXPECT_EQ(save_weights(state, folder_.string()).files,
+            (std::vector<std::string>{"model.safetensors"}));
+  for (const std::string& name : stale) EXPECT_FALSE(std::filesystem::exists(path(name))) << name;
+  for (const std::string& name : others) EXPECT_TRUE(std::filesystem::exists(path(name))) << name;
+}
+
 TEST_F(SafeTensors, FoldersOfWeightsThatAreNone) {
   const auto load = [&](const std::string& index) {
     return [this, index] {
