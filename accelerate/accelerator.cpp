@@ -61,7 +61,8 @@ Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> f
       state.dims->batch_ranks(),
       accelerate::LoaderPlanOptions{.split_batches = settings.split_batches,
                                     .dispatch_batches = settings.dispatch_batches.value,
-                                    .even_batches = settings.even_batches});
+                                    .even_batches = settings.even_batches,
+                                    .readers = &state.dims->fp8_ranks()});
   // A slot of the Context, as random numbers are: where nobody says anything it stays as it is.
   if (settings.allow_tf32.origin.source != accelerate::Source::kDefault) {
     Context::current().slot<GemmOptions>().tf32 = settings.allow_tf32;
@@ -477,7 +478,9 @@ std::string Accelerator::describe() const {
   PlainText<std::ostringstream> out;
   out << "rank " << process_index() << " of " << num_processes() << ", local "
       << local_process_index() << " of " << num_local_processes() << ", batches among "
-      << state.data_ranks << "\nsettings\n";
+      << state.data_ranks;
+  if (state.dims->mesh().has("tp")) out << ", " << state.dims->mesh().describe();
+  out << "\nsettings\n";
   PlainText<std::istringstream> settings(accelerate::describe(state.settings, true));
   for (std::string line; std::getline(settings, line);) out << "  " << line << '\n';
   if (state.settings.deepspeed) {

@@ -101,6 +101,8 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   void refuse_in_graphed_step(bool given, std::string_view where, std::string_view what) const;
   void begin_random_numbers();
   double weigh(std::optional<double> given);
+  // Collective among the ranks that calculate a micro-batch together: ValueError unless all read one.
+  void check_one_batch(double weight) const;
   distributed::StepPlan plan_backward(const ModelRecord& record, const StepWindow* window,
                                       bool more, double weight) const;
   class BackwardCall;

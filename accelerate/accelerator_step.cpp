@@ -2,6 +2,7 @@
 // What a micro-batch counts for, clipping and the loss scale are units of their own in step/.
 #include <algorithm>
 #include <cstdio>
+#include <sstream>
 
 #include <tessera/accelerate/accelerator_state.h>
 #include <tessera/autograd/autocast_mode.h>
@@ -10,6 +11,7 @@
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/transport/caller.h>
@@ -149,6 +151,31 @@ double Accelerator::State::weigh(std::optional<double> given) {
   return weights.weigh(given, loader_plan->active(), *dims, joined, counters.nominal);
 }
 
+void Accelerator::State::check_one_batch(double weight) const {
+  if (!dims->mesh().has("tp") || capturing != nullptr) return;
+  const data::LoaderBase* const loader = loader_plan->active();
+  const data::LoaderCursor read = loader == nullptr ? data::LoaderCursor{-1, -1} : loader->cursor();
+  distributed::Group& ranks = dims->mesh().group("tp");
+  const Tensor own =
+      tensor({static_cast<double>(read.epoch), static_cast<double>(read.position), weight}, kF64);
+  const Tensor all = raw::empty({ranks.size(), 3}, kF64);
+  ranks.all_gather(all, own, {.channel = distributed::Channel::kControl, .tag = "one_batch"})
+      .wait();
+  const auto* const numbers = all.data_as<double>();
+  const auto told = [&](int64_t rank) {
+    PlainText<std::ostringstream> out;
+    out << "tp rank " << rank << " has position " << numbers[3 * rank + 1] << " of epoch "
+        << numbers[3 * rank] << " with weight " << numbers[3 * rank + 2];
+    return out.str();
+  };
+  for (int64_t rank = 1; rank < ranks.size(); ++rank) {
+    TS_CHECK(std::equal(numbers, numbers + 3, numbers + 3 * rank), "backward",
+             "ranks that calculate one micro-batch together have read different ones: ", told(0),
+             ", ", told(rank),
+             "; let all ranks take the same steps through a prepared loader (-1: none)");
+  }
+}
+
 distributed::StepPlan Accelerator::State::plan_backward(const ModelRecord& record,
                                                         const StepWindow* window, bool more,
                                                         double weight) const {
@@ -198,6 +225,7 @@ Accelerator::State::BackwardCall::BackwardCall(State& state, const Tensor& loss,
            "more says that another backward of the micro-batch follows, and none is open; call it "
            "where accumulate() has opened one");
   weight_ = state.weigh(options.weight);
+  state.check_one_batch(weight_);
   if (in_window_) own_ = state.open.back().records;
   WindowWeights::add(own_, weight_, options.weight.has_value());
   undivided_ = state.weights.is_undivided(own_);

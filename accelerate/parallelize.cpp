@@ -14,6 +14,7 @@
 #include <tessera/distributed/fully_shard/fully_shard.h>
 #include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::accelerate {
@@ -333,10 +334,51 @@ std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBas
     case Sharding::kDdp:
       break;
   }
+  if (dims.mesh().has("tp")) {  // a shard for one data rank: nothing is gathered, weights divide
+    distributed::Mesh& mesh = dims.mesh();
+    distributed::fully_shard(model, mesh[mesh.has("dp_shard") ? "dp_shard" : "dp_replicate"],
+                             {.reshard_after_forward = false,
+                              .init_sync = settings.ddp_init_sync,
+                              .gradient_dtype = gradient_dtype_of(policy),
+                              .average = average_of(settings)});
+    if (missing != nullptr) missing->make_memory();
+    return std::make_unique<distributed::ShardedModel>(distributed::sharded_model(model));
+  }
   auto replica = std::make_unique<distributed::Replica>(
       distributed::replicate(model, dims.mesh(), replicate_options(settings, policy)));
   if (auto hook = hook_of(settings)) replica->set_communication_hook(std::move(hook));
   return replica;
+}
+
+// ---- Ranks that share layers --------------------------------------------------------------------
+
+void check_divides(const Settings& settings, distributed::ParallelDims& dims) {
+  const std::string said = "tp_size=" + std::to_string(settings.tp_size) + " (" +
+                           settings.tp_size.origin.describe() + ")";
+  const int data_ranks = dims.loss_ranks().size();
+  TS_CHECK_AS(ConfigError, data_ranks == 1 || settings.sharding.value != Sharding::kDdp, "prepare",
+              said, " leaves ", data_ranks,
+              " ranks with batches of their own, and copies of a model whose layers are shared are "
+              "not built (sharding=ddp); set sharding to fsdp, or tp_size to the number of ranks");
+}
+
+// The values of the group's first rank, on all that divide the model: parts of different models
+// would be none.
+void share_values(const nn::ModuleBase& model, distributed::Group& ranks) {
+  distributed::CoalescedScope calls(ranks, {.tag = "tp_init"});
+  for (const NamedTensors& list : {model.named_parameters(), model.named_buffers()}) {
+    for (const auto& [name, tensor] : list) {
+      if (!tensor.is_meta() && tensor.numel() > 0) calls.broadcast(tensor.detach(), 0);
+    }
+  }
+  calls.finish().wait();
+}
+
+void divide_layers(nn::ModuleBase& model, const Settings& settings,
+                   distributed::ParallelDims& dims) {
+  distributed::Mesh& tp = dims.mesh()["tp"];
+  if (settings.ddp_init_sync) share_values(model, tp.group());
+  distributed::parallelize_module(model, tp, {.sequence = settings.tp_sequence});
 }
 
 // Activation checkpointing that finds nothing to do would be none.
@@ -403,15 +445,19 @@ void parallelize(ParallelizedModel& made, nn::ModuleBase& model, const Settings&
   // the optimizer's part lie with the host.
   // Stages reduce their gradients themselves, when the last backward has ended.
   const bool staged = settings.pp_size > 1;
+  const bool divides = dims.mesh().has("tp") && trains && !staged;
   const bool parallel =
-      (several || policy.needs_masters() || offloads(settings)) && trains && !staged;
+      (several || divides || policy.needs_masters() || offloads(settings)) && trains && !staged;
+  if (divides) check_divides(settings, dims);
   if (options.missing != nullptr) {
-    options.missing->begin(parallel && several && cuts_parameters(settings), parallel && several);
+    options.missing->begin(parallel && (divides || (several && cuts_parameters(settings))),
+                           parallel && (several || divides));
   }
   if (policy != precision::Policy::f32()) {
     precision::check(policy, options.device);
     made.policy = precision::apply(model, policy);
   }
+  if (divides) divide_layers(model, settings, dims);
   if (made.policy.fp8()) reduce_maxima(*made.policy.fp8(), dims.fp8_ranks(), options.steps_alone);
   if (settings.fsdp_activation_checkpointing && trains) {
     for (nn::ModuleBase* unit : units_to_checkpoint(model, settings)) {

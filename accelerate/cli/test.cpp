@@ -31,9 +31,12 @@
 #include <tessera/data/distributed_source.h>
 #include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/mesh/parallel_dims.h>
+#include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/process_group.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/optimizers.h>
 
 namespace tessera::cli {
@@ -261,6 +264,41 @@ std::string parity(distributed::Group& world, data::Deal deal) {
   return compare(own.to_vector<float>(), first.to_vector<float>());
 }
 
+// A small GPT whose layers `tp` ranks share learns what a whole one learns.
+std::string shared_layers(distributed::Group& world, int tp) {
+  constexpr int kSteps = 3;
+  constexpr double kTolerance = 1e-9;
+  distributed::ParallelDims dims(world, {.dp_shard = -1, .tp = tp});
+  const auto losses = [&](bool divided) {
+    manual_seed(5);
+    nn::models::Gpt model(
+        {.vocab_size = 61, .context = 4L * tp, .width = 8L * tp, .layers = 2, .heads = tp});
+    model.to(kF64);
+    if (divided) {
+      distributed::parallelize_module(model, dims.mesh()["tp"], {.sequence = true});
+    }
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.3});
+    std::vector<double> values;
+    for (int step = 0; step < kSteps; ++step) {
+      const Tensor tokens = randint(0, 61, {2, 4L * tp}, kI64, RandomStream{7, 0});
+      const Tensor loss = model(tokens, tokens).loss;
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      values.push_back(loss.item());
+    }
+    return values;
+  };
+  const std::vector<double> alone = losses(false), together = losses(true);
+  for (size_t step = 0; step < alone.size(); ++step) {
+    if (std::abs(alone[step] - together[step]) > kTolerance * alone[step]) {
+      return "loss " + std::to_string(together[step]) + " in step " + std::to_string(step) +
+             "; one process has " + std::to_string(alone[step]);
+    }
+  }
+  return alone.back() < alone.front() ? "" : "nothing was learned";
+}
+
 void print_row(const std::string& name, double seconds, const std::string& problem) {
   std::printf("%-44s %-6s %8.3f s  %s\n", name.c_str(), problem.empty() ? "pass" : "FAIL", seconds,
               problem.c_str());
@@ -268,11 +306,11 @@ void print_row(const std::string& name, double seconds, const std::string& probl
 }
 
 // One rank's program. Rank 0 prints the table; a check fails where it fails on any rank.
-void check_ranks() {
+void check_ranks(int tp_size) {
   distributed::ProcessGroup processes;
   distributed::Group& world = distributed::world();
   set_num_threads(1);
-  const std::pair<std::string, Check> kChecks[] = {
+  std::vector<std::pair<std::string, Check>> checks = {
       {"ranks know each other", [&] { return ranks_agree(world); }},
       {"all_reduce: the sum in rank order, to the bit", [&] { return all_reduce_is_exact(world); }},
       {"all_reduce: bf16 is added up in f32", [&] { return bf16_adds_in_f32(world); }},
@@ -284,8 +322,12 @@ void check_ranks() {
       {"training as one process: batches split",
        [&] { return parity(world, data::Deal::kSamples); }},
   };
+  if (tp_size > 1) {
+    checks.emplace_back("training as one process: layers on " + std::to_string(tp_size) + " ranks",
+                        [&] { return shared_layers(world, tp_size); });
+  }
   int failed = 0;
-  for (const auto& [name, check] : kChecks) {
+  for (const auto& [name, check] : checks) {
     const auto begin = Clock::now();
     std::string problem;
     try {
@@ -340,11 +382,12 @@ std::string executable() {
 }
 
 Ended run_ranks_of(int ranks, const std::vector<std::string>& flags, const std::string& part,
-                   bool show) {
+                   bool show, int tp_size = 1) {
   std::vector<std::string> command = {executable(), "launch", "-n", std::to_string(ranks),
                                       "--no-prefix"};
   command.insert(command.end(), flags.begin(), flags.end());
-  command.insert(command.end(), {executable(), "test", "--as-rank", part});
+  command.insert(command.end(),
+                 {executable(), "test", "--as-rank", part, "--tp-size", std::to_string(tp_size)});
   // Settings of the user are not what is tested.
   launch::Environment environment = distributed::process_environment();
   std::erase_if(environment, [](const auto& entry) {
@@ -383,9 +426,11 @@ Ended run_ranks_of(int ranks, const std::vector<std::string>& flags, const std::
   return ended;
 }
 
-int test(int ranks) {
+int test(int ranks, int tp_size) {
+  TS_CHECK_AS(UsageError, ranks % tp_size == 0, "tessera test", "--tp-size ", tp_size,
+              " does not divide the ", ranks, " ranks; give -n a multiple of it");
   std::printf("%d rank%s\n%-44s %-6s %8s\n", ranks, ranks == 1 ? "" : "s", "check", "", "time");
-  const Ended checks = run_ranks_of(ranks, {}, "checks", true);
+  const Ended checks = run_ranks_of(ranks, {}, "checks", true, tp_size);
   bool passed = checks.code == 0;
   print_row("all ranks end well", checks.seconds,
             passed ? "" : "the job's code is " + std::to_string(checks.code));
@@ -406,12 +451,12 @@ int test(int ranks) {
   return passed ? 0 : 1;
 }
 
-int as_rank(const std::string& part) {
+int as_rank(const std::string& part, int tp_size) {
   char name[] = "tessera test";
   char* arguments[] = {name, nullptr};
   return run(1, arguments, [&](std::span<const std::string>) {
     if (part == "checks") {
-      check_ranks();
+      check_ranks(tp_size);
     } else {
       fail_on_purpose(part);
     }
@@ -428,9 +473,16 @@ void add_test(CLI::App& app, int& exit_code) {
   command->add_option("-n,--ranks,--num-processes", *ranks, "number of ranks")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
+  const auto tp_size = std::make_shared<int>(1);
+  command
+      ->add_option("--tp-size,--tp_size", *tp_size,
+                   "also checks a model whose layers so many ranks share")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1024));
   command->add_option("--as-rank", *part)->group("");  // what it starts itself with
-  command->callback(
-      [ranks, part, &exit_code] { exit_code = part->empty() ? test(*ranks) : as_rank(*part); });
+  command->callback([ranks, part, tp_size, &exit_code] {
+    exit_code = part->empty() ? test(*ranks, *tp_size) : as_rank(*part, *tp_size);
+  });
 }
 
 }  // namespace tessera::cli

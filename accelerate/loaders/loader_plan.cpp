@@ -214,6 +214,7 @@ class LoaderPlan::State : public data::LoaderObserver {
 
 LoaderPlan::LoaderPlan(distributed::Group& ranks, const LoaderPlanOptions& options)
     : ranks_(ranks),
+      readers_(options.readers == nullptr ? ranks : *options.readers),
       options_(options),
       state_(std::make_shared<State>(ranks.rank(), ranks.size(), options.split_batches,
                                      options.even_batches)) {}
@@ -231,13 +232,15 @@ void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* 
                 "already; give the loader the source that one rank would have.");
     // Errors before any rank is changed.
     share_of(loader.source(), mode, Tail::kDrop, 0, ranks_.size());
+  }
+  if (readers_.size() > 1) {
     if (!loader.options().seed) {
-      const uint64_t seed = common_seed(loader, ranks_);
+      const uint64_t seed = common_seed(loader, readers_);
       if (seed != loader.seed() && !loader.set_shuffle_seed(seed)) loader.set_seed(seed);
     }
     if (options_.verify) {
       detail::check_equal_on_all_ranks(kPrepareLoader, fingerprint(loader),
-                                       "make the same loader on every rank", ranks_, {});
+                                       "make the same loader on every rank", readers_, {});
     }
   }
   state_->add(
@@ -258,10 +261,12 @@ void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec
                 "deals a stream among the ranks itself; the loader has a share of ",
                 loader.share().world_size, " ranks already; leave set_share() to it.");
     if (options_.split_batches) split_size(loader.share().batch_size, ranks_.size());
-    if (!loader.options().seed) loader.set_seed(common_seed(loader, ranks_));
+  }
+  if (readers_.size() > 1) {
+    if (!loader.options().seed) loader.set_seed(common_seed(loader, readers_));
     if (options_.verify) {
       detail::check_equal_on_all_ranks(kPrepareLoader, fingerprint(loader),
-                                       "make the same loader on every rank", ranks_, {});
+                                       "make the same loader on every rank", readers_, {});
     }
   }
   state_->add(

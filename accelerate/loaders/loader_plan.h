@@ -55,6 +55,9 @@ struct LoaderPlanOptions {
   // Compares what the ranks pass to prepare(): kind, sizes, seeds, first batches, by one collective
   // for each loader. DistributedError (OperationMismatch) shows differences by rank.
   bool verify = true;
+  // All ranks whose loaders must agree, seeds and orders: `ranks`, and those that calculate one
+  // micro-batch together, which read it each. Null: `ranks`. It must outlive the plan.
+  distributed::Group* readers = nullptr;
 };
 
 enum class LoaderMode : uint8_t {
@@ -131,6 +134,7 @@ class LoaderPlan {
   void prepare_stream(data::StreamLoaderBase& loader, const BatchCodec* codec);
 
   distributed::Group& ranks_;
+  distributed::Group& readers_;
   LoaderPlanOptions options_;
   std::shared_ptr<State> state_;
 };

@@ -418,6 +418,17 @@ void check_consistent(const Settings& settings, bool code_follows) {
   contradict(settings.zero_stage.origin.source != Source::kDefault &&
                  settings.zero_stage != std::min<int64_t>(static_cast<int64_t>(sharding), 3),
              "zero_stage", "sharding", "they name different modes; leave one out");
+  const bool shards_states = sharding == Sharding::kZero1 || sharding == Sharding::kZero2;
+  contradict(settings.tp_size > 1 && shards_states, "tp_size", "sharding",
+             "states are sharded beside tp with the parameters; set sharding to fsdp or zero3");
+  contradict(settings.tp_size > 1 && settings.precision_policy.value == PrecisionPolicy::kPure &&
+                 settings.mixed_precision.value != Precision::kNo,
+             "tp_size", "precision_policy",
+             "masters of parameters that are cut along tp are not built; take autocast");
+  contradict(settings.tp_size > 1 && settings.mixed_precision.value == Precision::kFP8, "tp_size",
+             "mixed_precision", "linear layers that are cut along tp run in bf16; take bf16");
+  contradict(settings.tp_size == 1 && !settings.tp_sequence, "tp_sequence", "tp_size",
+             "it is of several ranks that share a layer; leave it out");
   for (const std::string_view key : {"dp_replicate_size", "dp_shard_size"}) {
     contradict(text(*find_setting(key), settings) != "1" && !shards_parameters, key, "sharding",
                "only sharded parameters lie on a mesh of two axes; set sharding to fsdp or zero3");

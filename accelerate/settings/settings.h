@@ -200,6 +200,9 @@ struct AcceleratorOptions {
   std::optional<bool> offload_parameters = {};  // from a GPU to host memory
   std::optional<bool> offload_optimizer = {};   // gradients and states only
   std::optional<int64_t> dp_replicate_size = {}, dp_shard_size = {};
+  // Ranks that share each layer, by the model's parallel_styles(): docs/tensor-parallel.md.
+  std::optional<int64_t> tp_size = {};
+  std::optional<bool> tp_sequence = {};  // between layers each has its tokens
   // A DeepSpeed configuration, as a JSON file or the object itself: docs/deepspeed.md. Accelerate's
   // DeepSpeedPlugin(hf_ds_config). The setting is called deepspeed_config_file.
   std::optional<std::string> deepspeed_config = {};
@@ -303,6 +306,7 @@ struct Settings {
   Resolved<int64_t> dp_replicate_size{1};
   Resolved<int64_t> dp_shard_size{1};
   Resolved<int64_t> tp_size{1};
+  Resolved<bool> tp_sequence{true};
   Resolved<int64_t> cp_size{1};
   Resolved<int64_t> sp_size{1};
   Resolved<int64_t> pp_size{1};

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/mark_rules.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -41,6 +42,7 @@ FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<Sha
     run_ = raw::zeros({part_numel_ * count}, dtype_, device_);
   }
   if (is_offloaded()) part_ = new_part();
+  const CheckedMarks of_the_same_elements;  // that the tensor of calls has marks is no other value
   for (size_t i = 0; i < params_.size(); ++i) {
     ShardedParam& param = params_[i];
     param.whole = leaf_over(part_view(run_, param.shape, offsets_[i]), param);

@@ -56,6 +56,8 @@ void train(const Options& options) {
                            .total_limit = 3,
                            .keep_best = 1,
                            .larger_is_better = true,
+                           .tp_size = options.tp_size,
+                           .tp_sequence = options.tp_sequence(),
                            .fp8 = options.fp8()});
   const auto tokenizer = examples::make_tokenizer(options);
   const examples::Task task = examples::read_task(options, tokenizer);

@@ -26,6 +26,8 @@ double train(const examples::TaskOptions& options) {
   Accelerator accelerator({.mixed_precision = options.precision(),
                            .gradient_accumulation_steps = options.accumulate,
                            .seed = options.seed,
+                           .tp_size = options.tp_size,
+                           .tp_sequence = options.tp_sequence(),
                            .fp8 = options.fp8()});
   const auto tokenizer = examples::make_tokenizer(options);
   const examples::Task task = examples::read_task(options, tokenizer);

@@ -33,6 +33,7 @@ void TaskOptions::add_to(CLI::App& app) {
   app.add_option("--heads", heads)->check(CLI::PositiveNumber);
   app.add_option("--lr", lr);
   app.add_option("--dropout", dropout);
+  app.add_option("--tp-size,--tp_size", tp_size, "ranks that share each layer");
   app.add_option("--weight-decay", weight_decay);
   app.add_option("--seed", seed)->check(CLI::NonNegativeNumber);
 }

@@ -23,10 +23,15 @@ struct TaskOptions {
   int64_t width = 128, layers = 2, heads = 4;
   double lr = 1e-3, dropout = 0.1, weight_decay = 0.01;
   int64_t seed = 42;
+  std::optional<int64_t> tp_size;  // unset: as the launch says
 
   void add_to(CLI::App& app);
   std::optional<Precision> precision() const;
   Fp8Options fp8() const;
+  // Batches are as long as their longest text, which the ranks of sequence shards could not divide.
+  std::optional<bool> tp_sequence() const {
+    return tp_size.value_or(1) > 1 ? std::optional(false) : std::nullopt;
+  }
 };
 
 struct Task {

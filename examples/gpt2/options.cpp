@@ -80,6 +80,11 @@ void visit_options(TrainOptions& o, Visit&& visit) {
         "with --pp-size: stages of each rank, which take turns", PositiveNumber);
   visit("pp-schedule", o.pp_schedule, kOnce, "with --pp-size: the order of micro-batches",
         IsMember({"gpipe", "1f1b"}));
+  visit(
+      "tp-size", o.tp_size, kOnce,
+      "ranks that share each layer; with several groups of them --sharding fsdp. 0: as the launch "
+      "says, which is 1 unless told otherwise",
+      NonNegativeNumber);
   visit("seed", o.seed, kResumed, "initial weights and order of data");
   visit("threads", o.threads, kResumed, "0: one a core", NonNegativeNumber);
   visit("eval-every", o.eval_every, kResumed, "steps between validations; 0: only at the end");

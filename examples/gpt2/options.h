@@ -10,6 +10,7 @@ struct TrainOptions {
   std::string data, tokenizer = "bytes", tokenizer_files, dtype = "f32", device = "cpu";
   std::string fp8_recipe = "tensorwise", fp8_filter = "default";
   std::string sharding;  // empty: as the launch says
+  int64_t tp_size = 0;   // 0: as the launch says
   std::string optimizer = "adamw", states = "f32";
   int64_t layers = 4, width = 128, heads = 4, context = 64;
   int64_t batch_size = 12, accumulate = 1, steps = 2000, warmup = 100, eval_every = 250;

@@ -66,6 +66,7 @@ AcceleratorOptions settings_of(const TrainOptions& options) {
                                    : distributed::PipelineSchedule::kOneFOneB,
                    .stages_per_rank = options.pp_stages_per_rank};
   }
+  if (options.tp_size > 0) settings.tp_size = options.tp_size;
   if (options.dtype == "fp8") {
     settings.mixed_precision = Precision::kFP8;
     settings.fp8.recipe = precision::Fp8Recipe::named(options.fp8_recipe).scaling;

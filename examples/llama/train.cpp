@@ -37,6 +37,7 @@ struct Request {
   double lr = 1e-3;
   uint64_t seed = 1;
   int threads = 0;
+  std::optional<int64_t> tp_size;
   bool merge = false;
 };
 
@@ -93,7 +94,7 @@ void save(Accelerator& accelerator, Llama& model, const Request& request) {
 }
 
 void train(const Request& request) {
-  Accelerator accelerator;
+  Accelerator accelerator({.tp_size = request.tp_size});
   manual_seed(request.seed);
   const data::TokenArray all = read_tokens(request.data);
   const auto model = make_model(request, all);
@@ -103,7 +104,8 @@ void train(const Request& request) {
               request.data, "' has ", all.size(), " tokens; windows of ", context,
               " need more. Give a longer text or a shorter --context");
   const data::TokenArray held_out = all.slice(boundary, all.size());
-  const int64_t ranks = accelerator.num_processes(), rows = ranks * request.batch_size;
+  const distributed::Group& readers = accelerator.data_ranks();
+  const int64_t ranks = readers.size(), rows = ranks * request.batch_size;
   const data::RandomWindows windows(all.slice(0, boundary), context, request.seed, rows);
 
   optim::AdamW optimizer(nn::trainable_parameters(*model),
@@ -119,8 +121,8 @@ void train(const Request& request) {
   tell_validation("before");
   const auto begin = std::chrono::steady_clock::now();
   for (int64_t step = 1; step <= request.steps; ++step) {
-    const data::TokenExample batch = windows.batch(
-        step - 1, request.batch_size, accelerator.process_index() * request.batch_size);
+    const data::TokenExample batch =
+        windows.batch(step - 1, request.batch_size, readers.rank() * request.batch_size);
     const auto micro = accelerator.accumulate(*model);
     const Tensor loss = (*model)(batch.inputs.to(device), batch.targets.to(device)).loss;
     accelerator.backward(loss);
@@ -157,6 +159,8 @@ Request parse(int argc, char** argv) {
   app.add_option("--batch-size", request.batch_size, "windows")->check(CLI::PositiveNumber);
   app.add_option("--lr", request.lr, "highest rate")->capture_default_str();
   app.add_option("--seed", request.seed, "of values and windows");
+  app.add_option("--tp-size,--tp_size", request.tp_size,
+                 "ranks that share each layer; default: as the launch says");
   app.add_option("--threads", request.threads, "0: one a core");
   try {
     app.parse(argc, argv);

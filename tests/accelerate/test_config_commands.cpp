@@ -288,9 +288,9 @@ TEST(EnvCommand, ShowsWhatWasChangedUnlessAllIsAskedFor) {
 }
 
 TEST(EnvCommand, SaysWhatATrainingWouldRefuse) {
-  const FinishedProcess planned = tessera_command({"env", "--changed"}, {{"TESSERA_TP_SIZE", "2"}});
+  const FinishedProcess planned = tessera_command({"env", "--changed"}, {{"TESSERA_CP_SIZE", "2"}});
   EXPECT_EQ(planned.code(), 1);
-  EXPECT_TRUE(planned.printed("tp_size = 2  (TESSERA_TP_SIZE)")) << planned;
+  EXPECT_TRUE(planned.printed("cp_size = 2  (TESSERA_CP_SIZE)")) << planned;
   EXPECT_TRUE(planned.printed("a training is refused")) << planned;
 }
 
@@ -306,6 +306,15 @@ TEST(TestCommand, PassesHere) {
     EXPECT_TRUE(tested.printed("all passed")) << tested;
     EXPECT_FALSE(tested.printed("FAIL")) << tested;
   }
+}
+
+TEST(TestCommand, ChecksAModelWhoseLayersRanksShare) {
+  SKIP_WITHOUT_MPI();
+  const FinishedProcess tested = tessera_command({"test", "-n", "2", "--tp-size", "2"});
+  EXPECT_EQ(tested.code(), 0) << tested;
+  EXPECT_TRUE(tested.printed("layers on 2 ranks")) << tested;
+  const FinishedProcess wrong = tessera_command({"test", "-n", "3", "--tp-size", "2"});
+  EXPECT_EQ(wrong.code(), 2) << wrong;
 }
 
 TEST(TestCommand, FailsWhereTheRanksCannotStart) {

@@ -84,7 +84,7 @@ TEST(LaunchFlags, Trap25_TruthValuesMayStandApartAndFalseIsFalse) {
 }
 
 TEST(LaunchFlags, MistakesAreToldBeforeAnythingStarts) {
-  const FinishedProcess planned = tessera_command({"launch", "--tp_size", "2", "true"});
+  const FinishedProcess planned = tessera_command({"launch", "--cp_size", "2", "true"});
   EXPECT_TRUE(planned.code() == 1 && planned.complained("not available yet")) << planned;
   const FinishedProcess wrong = tessera_command({"launch", "--mixed_precision", "fp17", "true"});
   EXPECT_TRUE(wrong.code() == 2 && wrong.complained("--mixed-precision")) << wrong;

@@ -1,0 +1,226 @@
+// The settings tp_size and tp_sequence: models whose layers ranks share, under the Accelerator.
+// ctest labels: threads
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <tessera/accelerate/accelerator.h>
+#include <tessera/core/context.h>
+#include <tessera/core/parallel.h>
+#include <tessera/core/random.h>
+#include <tessera/data/dataloader.h>
+#include <tessera/data/dataset.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/models/gpt2.h>
+#include <tessera/optim/optimizers.h>
+
+#include "distributed/compared_ranks.h"
+#include "message_of.h"
+
+namespace tessera::test_accelerator_tensor_parallel {
+namespace {
+
+using distributed::compared_ranks;
+
+constexpr int64_t kTokens = 8, kSamples = 24, kBatch = 4;
+constexpr double kTolerance = 1e-11;
+
+std::unique_ptr<nn::models::Gpt> make_model(uint64_t seed = 3, double dropout = 0.2) {
+  manual_seed(seed);
+  auto model = std::make_unique<nn::models::Gpt>(nn::models::GptConfig{.vocab_size = 37,
+                                                                       .context = kTokens,
+                                                                       .width = 16,
+                                                                       .layers = 2,
+                                                                       .heads = 4,
+                                                                       .dropout = dropout});
+  model->to(kF64);
+  return model;
+}
+
+data::DataLoader<std::array<Tensor, 1>> make_loader(int64_t batch_size,
+                                                    std::optional<uint64_t> seed = 9) {
+  const Tensor tokens = randint(0, 37, {kSamples, kTokens}, kI64, RandomStream{11, 0});
+  return data::DataLoader<std::array<Tensor, 1>>(
+      std::make_shared<data::TensorDataset<1>>(tokens),
+      {.batch_size = batch_size, .shuffle = true, .seed = seed});
+}
+
+struct Trained {
+  std::vector<double> losses, norms;
+  StateDict state;
+};
+
+Trained train(const AcceleratorOptions& options, int64_t batch_size, double dropout = 0.2) {
+  const auto model = make_model(3, dropout);
+  Accelerator accelerator(options);
+  auto loader = make_loader(batch_size);
+  optim::SGD optimizer(model->named_parameters(), {.lr = 0.2, .momentum = 0.9});
+  accelerator.prepare(*model, optimizer, loader);
+  Trained run;
+  for (const auto& batch : loader) {
+    const auto micro = accelerator.accumulate(*model);
+    const Tensor loss = (*model)(batch[0], batch[0]).loss;
+    accelerator.backward(loss);
+    run.losses.push_back(accelerator.reduce(loss.detach()).item());
+    if (accelerator.sync_gradients()) {
+      run.norms.push_back(accelerator.clip_grad_norm(model->parameters(), 0.5).item());
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  run.state = accelerator.get_state_dict(*model);
+  return run;
+}
+
+void expect_close(const std::vector<double>& got, const std::vector<double>& expected,
+                  const std::string& what) {
+  ASSERT_EQ(got.size(), expected.size()) << what;
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_NEAR(got[i], expected[i], kTolerance * std::max(1.0, std::abs(expected[i])))
+        << what << " " << i;
+  }
+}
+
+TEST(AcceleratorTensorParallel, ATrainingIsThatOfOneProcess) {
+  const AcceleratorOptions alone{.gradient_accumulation_steps = 2, .seed = 5, .config_file = ""};
+  Trained expected;
+  {
+    Context context;
+    const ContextGuard guard(context);
+    set_num_threads(1);
+    expected = train(alone, kBatch);
+  }
+  EXPECT_EQ(expected.norms.size(), 3u);
+  for (const bool sequence : {true, false}) {
+    for (const int ranks : {2, 4}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, sequence " << sequence);
+      compared_ranks(ranks, [&](int rank) {
+        AcceleratorOptions options = alone;
+        options.tp_size = ranks, options.tp_sequence = sequence;
+        const Trained own = train(options, kBatch);
+        expect_close(own.losses, expected.losses, "loss");
+        expect_close(own.norms, expected.norms, "norm");
+        if (rank != 0) return;
+        ASSERT_EQ(own.state.size(), expected.state.size());
+        for (const auto& [name, tensor] : expected.state) {
+          expect_close(own.state.find(name)->to_vector(), tensor.to_vector(), name);
+        }
+      });
+    }
+  }
+}
+
+// Two groups of two: each group has half of each batch, and both shard what tp leaves them.
+TEST(AcceleratorTensorParallel, SoIsOneThatShardsAsWell) {
+  const AcceleratorOptions alone{.gradient_accumulation_steps = 2, .seed = 5, .config_file = ""};
+  Trained expected;
+  {
+    Context context;
+    const ContextGuard guard(context);
+    set_num_threads(1);
+    expected = train(alone, kBatch, 0);
+  }
+  for (const Sharding sharding : {Sharding::kFsdp, Sharding::kZero3}) {
+    compared_ranks(4, [&](int rank) {
+      AcceleratorOptions options = alone;
+      options.tp_size = 2, options.sharding = sharding;
+      const Trained own = train(options, kBatch / 2, 0);
+      expect_close(own.norms, expected.norms, "norm");
+      if (rank != 0) return;
+      for (const auto& [name, tensor] : expected.state) {
+        expect_close(own.state.find(name)->to_vector(), tensor.to_vector(), name);
+      }
+    });
+  }
+}
+
+// The parts of ranks whose seeds differ are those of the first one's model.
+TEST(AcceleratorTensorParallel, RanksBeginWithTheFirstOnesValues) {
+  compared_ranks(2, [](int rank) {
+    const auto first = make_model(1);
+    const auto model = make_model(static_cast<uint64_t>(1 + rank));
+    Accelerator accelerator({.tp_size = 2, .config_file = ""});
+    accelerator.prepare(*model);
+    const StateDict state = accelerator.get_state_dict(*model);
+    if (rank != 0) return;
+    for (const auto& [name, tensor] : first->state_dict()) {
+      EXPECT_EQ(state.find(name)->to_vector(), tensor.to_vector()) << name;
+    }
+  });
+}
+
+TEST(AcceleratorTensorParallel, LoadersDealAlongDataRanksAlone) {
+  compared_ranks(4, [](int rank) {
+    Accelerator accelerator({.sharding = Sharding::kFsdp, .tp_size = 2, .config_file = ""});
+    EXPECT_EQ(accelerator.data_ranks().size(), 2);
+    EXPECT_TRUE(mentions(accelerator.describe(), "mesh(dp_shard=2, tp=2)"));
+    // The seeds that loaders take of themselves differ; the first rank's is that of all.
+    manual_seed(static_cast<uint64_t>(rank));
+    auto loader = make_loader(kBatch, {});
+    accelerator.prepare(loader);
+    EXPECT_EQ(loader.size(), kSamples / kBatch / 2);
+    for (const auto& batch : loader) {
+      const Tensor all = distributed::all_gather(batch[0].select(1, 0));  // [ranks x batch]
+      const std::vector<double> numbers = all.to_vector();
+      const auto of = [&](int of_rank) {
+        const auto begin = numbers.begin() + of_rank * kBatch;
+        return std::vector<double>(begin, begin + kBatch);
+      };
+      EXPECT_EQ(of(0), of(1));
+      EXPECT_EQ(of(2), of(3));
+      EXPECT_NE(of(0), of(2));
+    }
+  });
+}
+
+TEST(AcceleratorTensorParallel, RanksThatReadDifferentBatchesAreToldSo) {
+  compared_ranks(2, [](int rank) {
+    const auto model = make_model();
+    Accelerator accelerator({.tp_size = 2, .config_file = ""});
+    auto loader = make_loader(kBatch);
+    accelerator.prepare(*model, loader);
+    auto batch = loader.next();
+    if (rank == 1) batch = loader.next();  // one rank skips a batch
+    const auto micro = accelerator.accumulate(*model);
+    const Tensor loss = (*model)((*batch)[0], (*batch)[0]).loss;
+    const std::string message = message_of<ValueError>([&] { accelerator.backward(loss); });
+    EXPECT_TRUE(mentions(message, "tp rank 0 has position 4 of epoch 0")) << message;
+    EXPECT_TRUE(mentions(message, "tp rank 1 has position 8 of epoch 0")) << message;
+  });
+}
+
+struct Plain : nn::Module<Plain> {
+  Plain() : layer(add<nn::Linear>("layer", 4, 4)) {}
+  Tensor forward(const Tensor& x) { return layer(x); }
+  nn::Linear& layer;
+};
+
+TEST(AcceleratorTensorParallel, WhatDoesNotComposeIsAConfigErrorOnEveryRank) {
+  compared_ranks(4, [](int) {
+    const auto refusal = [](const AcceleratorOptions& options, nn::ModuleBase& model) {
+      return message_of<ConfigError>([&] {
+        Accelerator accelerator(options);
+        accelerator.prepare(model);
+      });
+    };
+    const auto gpt = make_model();
+    const std::string copies = refusal({.tp_size = 2, .config_file = ""}, *gpt);
+    EXPECT_TRUE(mentions(copies, "tp_size=2 (code) leaves 2 ranks with batches of their own"))
+        << copies;
+    EXPECT_TRUE(mentions(copies, "set sharding to fsdp")) << copies;
+    EXPECT_TRUE(mentions(refusal({.tp_size = 3, .config_file = ""}, *gpt), "tp_size=3"));
+    EXPECT_TRUE(
+        mentions(refusal({.sharding = Sharding::kZero1, .tp_size = 2, .config_file = ""}, *gpt),
+                 "set sharding to fsdp or zero3"));
+    Plain plain;
+    EXPECT_TRUE(mentions(refusal({.tp_size = 4, .config_file = ""}, plain),
+                         "Plain does not say how it may be divided"));
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test_accelerator_tensor_parallel
