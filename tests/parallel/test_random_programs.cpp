@@ -1,0 +1,476 @@
+// Random models that ranks calculate together, held against one process: right ones are equal,
+// mutants of them are refused or equal, and seeded bugs are noticed. TESSERA_PROGRAMS=10000 runs so
+// many of each, from TESSERA_PROGRAM_SEED on (docs/testing.md).
+// ctest labels: threads
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <string>
+#include <utility>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
+
+#include "parallel/random_program.h"
+
+namespace tessera::tests::test_random_programs {
+namespace {
+
+using distributed::Mark;
+using nn::ParallelStyle;
+
+uint64_t number_from(const char* variable, uint64_t otherwise) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+// ---- Shrinking ----------------------------------------------------------------------------------
+
+using Complaint = std::function<std::string(const Numbers& numbers)>;
+
+// The smallest list that halving, and then taking numbers away one by one, still finds a complaint
+// for.
+Numbers shrunk(Numbers numbers, const Complaint& complaint) {
+  for (size_t size = numbers.size() / 2; size > 0; size /= 2) {
+    for (size_t begin = 0; begin + size <= numbers.size();) {
+      Numbers fewer = numbers;
+      fewer.erase(fewer.begin() + static_cast<std::ptrdiff_t>(begin),
+                  fewer.begin() + static_cast<std::ptrdiff_t>(begin + size));
+      if (complaint(fewer).empty()) {
+        begin += size;
+      } else {
+        numbers = fewer;
+      }
+    }
+  }
+  for (int& number : numbers) {
+    const int before = std::exchange(number, 0);
+    if (complaint(numbers).empty()) number = before;
+  }
+  return numbers;
+}
+
+void report(uint64_t seed, const Complaint& complaint) {
+  const Numbers smallest = shrunk(random_numbers(seed), complaint);
+  std::string list;
+  for (const int number : smallest) list += (list.empty() ? "" : ", ") + std::to_string(number);
+  ADD_FAILURE() << "seed " << seed << ", shrunk to {" << list
+                << "}: " << program_of(smallest).describe() << "\n  " << complaint(smallest);
+}
+
+// `count` programs, the first failures shrunk.
+void for_programs(uint64_t count, const Complaint& complaint) {
+  constexpr int kMostFailures = 3;
+  const uint64_t first = number_from("TESSERA_PROGRAM_SEED", 1);
+  count = number_from("TESSERA_PROGRAMS", count);
+  int failures = 0;
+  for (uint64_t seed = first; seed < first + count && failures < kMostFailures; ++seed) {
+    if (complaint(random_numbers(seed)).empty()) continue;
+    report(seed, complaint);
+    ++failures;
+  }
+}
+
+TEST(RandomPrograms, AListShrinksToTheNumbersThatMatter) {
+  const Complaint has_seven = [](const Numbers& numbers) {
+    return std::ranges::find(numbers, 7) == numbers.end() ? "" : "7";
+  };
+  EXPECT_EQ(shrunk({3, 9, 7, 2, 5, 1, 8}, has_seven), Numbers{7});
+  const Numbers numbers = random_numbers(5);
+  EXPECT_EQ(numbers, random_numbers(5));
+  EXPECT_EQ(program_of({}).describe(), program_of({0, 0, 0}).describe());
+}
+
+// ---- Right programs -----------------------------------------------------------------------------
+
+TEST(RandomPrograms, RightOnesGiveWhatOneProcessGives) {
+  std::set<std::string> kinds;
+  int64_t exact = 0, rounded = 0;
+  for_programs(250, [&](const Numbers& numbers) -> std::string {
+    const ProgramSpec spec = program_of(numbers);
+    const Outcome expected = run_alone(spec);
+    if (spec.exact && !expected.is_exact()) {
+      ++rounded;
+      return "";
+    }
+    exact += spec.exact;
+    kinds.insert(std::string(spec.sequence ? "sequence" : "whole") + (spec.tied ? " tied" : "") +
+                 (spec.pooled ? " pooled" : ""));
+    return difference(spec, run_divided(spec), expected);
+  });
+  std::printf("%lld exact programs, %lld too large to be so\n", static_cast<long long>(exact),
+              static_cast<long long>(rounded));
+  EXPECT_GE(kinds.size(), 8u);
+  EXPECT_LT(rounded, exact);
+}
+
+// ---- Mutants ------------------------------------------------------------------------------------
+
+// What a module does at its borders, of which a part is something else. `own`: of a program that
+// was divided alike, as the one that stands here goes with the module's.
+class Altered : public nn::Boundary {
+ public:
+  struct Change {
+    std::function<Tensor(const nn::Boundary&own, const Tensor&x)> enter = {}, leave = {};
+    std::function<Tensor(const Tensor& bias)> bias = {};
+    std::function<Tensor(const Tensor& index, const Tensor& weight)> embedding = {};
+    std::function<Tensor(const Tensor& x, const Tensor& weight, const Tensor& target)> loss = {};
+  };
+  Altered(const nn::Boundary& own, Change change) : own_(own), change_(std::move(change)) {}
+  Tensor enter(const Tensor& x) const override {
+    return change_.enter ? change_.enter(own_, x) : own_.enter(x);
+  }
+  Tensor leave(const Tensor& y) const override {
+    return change_.leave ? change_.leave(own_, y) : own_.leave(y);
+  }
+  bool enters_as_is() const override { return !change_.enter && own_.enters_as_is(); }
+  bool leaves_as_is() const override { return !change_.leave && own_.leaves_as_is(); }
+  Tensor bias(const Tensor& bias) const override {
+    return change_.bias ? change_.bias(bias) : own_.bias(bias);
+  }
+  Tensor embedding(const Tensor& index, const Tensor& weight,
+                   std::optional<int64_t> padding_idx) const override {
+    return change_.embedding ? change_.embedding(index, weight)
+                             : own_.embedding(index, weight, padding_idx);
+  }
+  Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                              int64_t ignore_index, bool mean) const override {
+    return change_.loss ? change_.loss(x, weight, target)
+                        : own_.linear_cross_entropy(x, weight, target, ignore_index, mean);
+  }
+
+ private:
+  const nn::Boundary& own_;
+  const Change change_;
+};
+
+// Puts a change at the boundaries of all modules whose names end in `name`.
+std::function<void(Program&, distributed::Mesh&)> altering(const ProgramSpec& spec,
+                                                           const std::string& name,
+                                                           const Altered::Change& change) {
+  return [spec, name, change](Program& program, distributed::Mesh& tp) {
+    auto donor = std::make_shared<Program>(make_program(spec));
+    distributed::parallelize_module(*donor->model, tp,
+                                    {.styles = donor->styles, .sequence = spec.sequence});
+    for (const auto& [own, module] : program.model->named_modules()) {
+      const nn::Boundary* boundary = nullptr;
+      for (const auto& [other, twin] : donor->model->named_modules()) {
+        if (other == own) boundary = twin->boundary();
+      }
+      if (own.ends_with(name) && boundary != nullptr) {
+        module->set_boundary(std::make_shared<Altered>(*boundary, change));
+      }
+    }
+    program.kept.push_back(donor);
+  };
+}
+
+// One conversion dropped, one style exchanged or left out, or a conversion to any mark in addition.
+Changes mutant_of(const ProgramSpec& spec, const Numbers& numbers) {
+  const auto choice = [&](size_t at) {
+    return static_cast<size_t>(at < numbers.size() ? numbers[numbers.size() - 1 - at] : 0);
+  };
+  const std::vector<nn::StyledModules> styles = styles_of(spec);
+  const size_t entry = choice(0) % styles.size(), other = choice(1) % styles.size();
+  const bool enters = choice(2) % 2 == 0;
+  Altered::Change change;
+  auto& end = enters ? change.enter : change.leave;
+  switch (choice(3) % 4) {
+    case 0:
+      return {.table = [entry](Program& program) {
+        program.styles.erase(program.styles.begin() + static_cast<std::ptrdiff_t>(entry));
+        if (program.styles.empty()) program.styles.push_back({"parts", ParallelStyle::kWhole});
+      }};
+    case 1:
+      return {.table = [entry, other](Program& program) {
+        std::swap(program.styles[entry].style, program.styles[other].style);
+      }};
+    case 2:
+      end = [](const nn::Boundary&, const Tensor& x) { return x; };
+      break;
+    default: {
+      const size_t mark = choice(4) % 5, dim = choice(5) % 3;
+      end = [enters, mark, dim](const nn::Boundary& own, const Tensor& given) {
+        Tensor x = enters ? given : own.leave(given);
+        const Mark marks[] = {Mark::invariant(), Mark::replicated(), Mark::summand(),
+                              Mark::shard(static_cast<int>(dim)),
+                              Mark::shard(static_cast<int>(dim))};
+        if (!marks[mark].is_shard() || static_cast<int>(dim) < x.dim()) {
+          x = distributed::convert(x, "tp", marks[mark]);
+        }
+        return enters ? own.enter(x) : x;
+      };
+    }
+  }
+  return {.divided = altering(spec, styles[entry].pattern, change)};
+}
+
+TEST(RandomPrograms, MutantsAreRefusedOrGiveWhatOneProcessGives) {
+  int64_t refused = 0, equal = 0;
+  for_programs(250, [&](const Numbers& numbers) -> std::string {
+    const ProgramSpec spec = program_of(numbers);
+    const Outcome expected = run_alone(spec);
+    if (spec.exact && !expected.is_exact()) return "";
+    const Outcome got = run_divided(spec, mutant_of(spec, numbers));
+    if (!got.refusal.empty()) {
+      ++refused;
+      return "";
+    }
+    ++equal;
+    return difference(spec, got, expected);
+  });
+  std::printf("%lld mutants were refused, %lld were equal\n", static_cast<long long>(refused),
+              static_cast<long long>(equal));
+  EXPECT_GT(refused, 0);
+  EXPECT_GT(equal, 0);
+}
+
+// ---- Seeded bugs --------------------------------------------------------------------------------
+
+// What code might do that does not ask the rules.
+Tensor marked(const Tensor& x, const Mark& mark) {
+  const CheckedMarks scope;
+  const Tensor result = mul(x, 1.0);
+  distributed::set_mark(result, 0, mark);
+  return result;
+}
+
+// Rules whose places of parts are wrong.
+class WrongPlaces : public MarkRules {
+ public:
+  using Change = std::function<std::vector<DimCut>(const Tensor& x, std::vector<DimCut> cuts)>;
+  WrongPlaces(const MarkRules& own, Change change) : own_(own), change_(std::move(change)) {}
+  uint64_t of_results(const OpCall& call, std::span<const Tensor> inputs) const override {
+    return own_.of_results(call, inputs);
+  }
+  void check_whole(const Op& op, std::string_view name, const Tensor& x) const override {
+    own_.check_whole(op, name, x);
+  }
+  std::vector<DimCut> cuts_of(const Op& op, const Tensor& x) const override {
+    return change_(x, own_.cuts_of(op, x));
+  }
+
+ private:
+  const MarkRules& own_;
+  const Change change_;
+};
+std::function<void(Program&, distributed::Mesh&)> with_places(const WrongPlaces::Change& change) {
+  return [change](Program& program, distributed::Mesh&) {
+    MarkRulesSlot& slot = Context::current().slot<MarkRulesSlot>();
+    auto rules = std::make_shared<WrongPlaces>(*slot.rules, change);
+    slot.rules = rules.get();
+    program.kept.push_back(rules);
+  };
+}
+
+// Of gradients that ranks have added up of their summands.
+void change_sums(nn::ModuleBase& model, const std::function<Tensor(const Tensor& sum)>& change) {
+  const NoGradGuard no_grad;
+  for (const Tensor& parameter : model.parameters()) {
+    const auto* divided = distributed::divided_parameter(parameter);
+    if (divided == nullptr || !distributed::decoded(divided->marks, 0).is_replicated()) continue;
+    if (!parameter.grad().defined()) continue;
+    const Tensor own = distributed::to_local(parameter.grad());
+    own.copy_(change(own));
+  }
+}
+
+bool has_part(const ProgramSpec& spec, PartSpec::Kind kind) {
+  return std::ranges::any_of(spec.parts, [=](const PartSpec& part) { return part.kind == kind; });
+}
+
+struct Bug {
+  const char* name;
+  std::function<Changes(const ProgramSpec& spec)> changes;
+  bool by_numbers = false;  // the rules cannot see it
+  // Programs that it could show in; of one data rank if nothing is said, which are fast.
+  bool (*concerns)(const ProgramSpec& spec) = [](const ProgramSpec& spec) { return spec.dp == 1; };
+};
+
+std::vector<Bug> bugs() {
+  const auto at = [](const std::string& name, const Altered::Change& change) {
+    return [=](const ProgramSpec& spec) -> Changes {
+      return {.divided = altering(spec, name, change)};
+    };
+  };
+  const auto as_it_is = [](const nn::Boundary&, const Tensor& x) { return x; };
+  const auto without = [](const std::string& name) {
+    return [=](const ProgramSpec&) -> Changes {
+      return {.table = [=](Program& program) {
+        std::erase_if(program.styles, [&](const nn::StyledModules& entry) {
+          return entry.pattern.ends_with(name);
+        });
+        if (program.styles.empty()) program.styles.push_back({"parts", ParallelStyle::kWhole});
+      }};
+    };
+  };
+  const auto changing_sums = [](const std::function<Tensor(const Tensor&)>& change) {
+    return [=](const ProgramSpec&) -> Changes {
+      return {.reduced = [=](nn::ModuleBase& model) { change_sums(model, change); }};
+    };
+  };
+  return {
+      // Types
+      {"columns take x without a conversion", at("in", {.enter = as_it_is})},
+      {"columns take x as equal, and its gradients as whole",
+       at("in", {.enter =
+                     [](const nn::Boundary&, const Tensor& x) {
+                       const Tensor whole = distributed::convert(x, "tp", Mark::invariant());
+                       return marked(whole, Mark::replicated());
+                     }}),
+       true},
+      {"a summand leaves rows, and relu follows",
+       at("out", {.leave = [](const nn::Boundary&, const Tensor& y) { return relu(y); }})},
+      {"all ranks add the bias of rows", at("out", {.bias = [](const Tensor& b) { return b; }})},
+      {"rows leave as a shard of the samples",
+       at("out", {.leave =
+                      [](const nn::Boundary& own, const Tensor& y) {
+                        const int ranks = distributed::compute_mesh().group(0).size();
+                        return y.size(0) % ranks != 0
+                                   ? own.leave(y)
+                                   : distributed::convert(y, "tp", Mark::shard(0));
+                      }})},
+      {"norms have no style", without("norm"), false,
+       [](const ProgramSpec& spec) {
+         return spec.dp == 1 && spec.sequence && has_part(spec, PartSpec::Kind::kNorm);
+       }},
+      {"the table of positions is not cut", without("positions")},
+      {"a chunk stands for the whole of rows' results",
+       at("out", {.leave =
+                      [](const nn::Boundary& own, const Tensor& y) {
+                        const Tensor x = own.leave(y);
+                        return distributed::mark_of(x, 0).is_shard() ? x
+                                                                     : marked(y, Mark::invariant());
+                      }}),
+       true},
+      {"the softmax of a rank's classes",
+       at("head", {.loss =
+                       [](const Tensor& x, const Tensor& weight, const Tensor& target) {
+                         const CheckedMarks scope;
+                         const Tensor loss = linear_cross_entropy(
+                             x, weight, target.remainder(weight.size(0)), -100, Reduction::kSum);
+                         return marked(loss, Mark::invariant());
+                       }}),
+       true},
+      {"rows of the table by the local number",
+       at("table", {.embedding =
+                        [](const Tensor& index, const Tensor& weight) {
+                          const CheckedMarks scope;
+                          return marked(embedding(index.remainder(weight.size(0)), weight),
+                                        Mark::summand());
+                        }}),
+       true},
+      // Geometry
+      {"side by side columns are cut as one block",
+       [](const ProgramSpec&) -> Changes {
+         return {.table = [](Program& program) {
+           for (nn::StyledModules& entry : program.styles) entry.blocks = 1;
+         }};
+       }},
+      {"the chunk of another rank",
+       [](const ProgramSpec&) -> Changes {
+         return {.divided = [](Program& program, distributed::Mesh& tp) {
+           const NoGradGuard no_grad;
+           const int ranks = tp.size(), other = (tp.coordinate() + 1) % ranks;
+           for (const auto& [name, parameter] : program.model->named_parameters()) {
+             if (!name.ends_with("in.weight") || !distributed::is_dtensor(parameter)) continue;
+             const auto* divided = distributed::divided_parameter(parameter);
+             const Mark mark = distributed::decoded(divided->marks, 0);
+             if (!mark.is_shard()) continue;
+             distributed::to_local(parameter,
+                                   {.grad_placements = distributed::placements_of(parameter)})
+                 .copy_(distributed::chunk_at(distributed::full_tensor(parameter), mark, ranks,
+                                              other));
+           }
+         }};
+       },
+       true},
+      // Reductions
+      {"summands of gradients stay apart",
+       [](const ProgramSpec&) -> Changes {
+         return {.divided = [](Program& program, distributed::Mesh&) {
+           for (const Tensor& parameter : program.model->parameters()) {
+             if (distributed::grad_placements_of(parameter) == nullptr) continue;
+             distributed::set_grad_placements(parameter, {distributed::Replicate()});
+           }
+         }};
+       },
+       true, [](const ProgramSpec& spec) { return spec.dp == 2 && spec.tp == 2 && spec.sequence; }},
+      {"summands of gradients are added twice",
+       changing_sums([](const Tensor& sum) { return sum * 2.0; }), true},
+      {"summands of gradients are averaged", changing_sums([](const Tensor& sum) {
+         return sum * (1.0 / distributed::compute_mesh().group(0).size());
+       }),
+       true},
+      {"summands of gradients are added up in bf16",
+       changing_sums([](const Tensor& sum) { return sum.to(kBF16).to(kF64); }), true},
+      {"results of rows are averaged",
+       at("out", {.leave =
+                      [](const nn::Boundary& own, const Tensor& y) {
+                        return own.leave(y * (1.0 / distributed::compute_mesh().group(0).size()));
+                      }}),
+       true},
+      // Random numbers
+      {"one mask on all shards",
+       [](const ProgramSpec&) -> Changes {
+         return {.divided = with_places(
+                     [](const Tensor&, std::vector<DimCut>) { return std::vector<DimCut>(); })};
+       },
+       true},
+      {"heads by their local number",
+       [](const ProgramSpec&) -> Changes {
+         return {.divided = with_places([](const Tensor& x, std::vector<DimCut> cuts) {
+                   for (DimCut& cut : cuts) {
+                     if (x.dim() > 3) cut.part = 0;
+                   }
+                   return cuts;
+                 })};
+       },
+       true,
+       [](const ProgramSpec& spec) {
+         return spec.dp == 1 && spec.dropout > 0 && has_part(spec, PartSpec::Kind::kAttention);
+       }},
+      {"tokens by the place of another rank",
+       [](const ProgramSpec&) -> Changes {
+         return {.divided = with_places([](const Tensor& x, std::vector<DimCut> cuts) {
+                   for (DimCut& cut : cuts) {
+                     if (x.dim() == 3) cut.part = (cut.part + 1) % cut.parts;
+                   }
+                   return cuts;
+                 })};
+       },
+       true},
+  };
+}
+
+// How often programs refuse it or are another one's numbers.
+TEST(RandomPrograms, SeededBugsAreNoticed) {
+  const uint64_t most = number_from("TESSERA_PROGRAMS", 1000);
+  std::printf("%-50s %5s %8s %8s  %s\n", "bug", "of", "refused", "differ", "the first");
+  for (const Bug& bug : bugs()) {
+    int64_t programs = 0, refused = 0, differ = 0;
+    std::string first;  // what was noticed
+    const auto is_enough = [&] { return (bug.by_numbers ? differ : refused + differ) >= 2; };
+    for (uint64_t seed = 1; seed <= most && programs < 40 && !is_enough(); ++seed) {
+      const ProgramSpec spec = program_of(random_numbers(seed));
+      if (!bug.concerns(spec)) continue;
+      const Outcome expected = run_alone(spec);
+      if (spec.exact && !expected.is_exact()) continue;
+      ++programs;
+      const Outcome got = run_divided(spec, bug.changes(spec));
+      const std::string noticed = difference(spec, got, expected);
+      refused += !got.refusal.empty();
+      differ += got.refusal.empty() && !noticed.empty();
+      const bool wanted = !bug.by_numbers || got.refusal.empty();
+      if (first.empty() && !noticed.empty() && wanted) first = noticed;
+    }
+    std::printf("%-50s %5lld %8lld %8lld  %.90s\n", bug.name, static_cast<long long>(programs),
+                static_cast<long long>(refused), static_cast<long long>(differ), first.c_str());
+    EXPECT_GT(bug.by_numbers ? differ : refused + differ, 0) << bug.name;
+  }
+}
+
+}  // namespace
+}  // namespace tessera::tests::test_random_programs
