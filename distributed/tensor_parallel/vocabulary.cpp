@@ -16,6 +16,20 @@ Tensor as(const Mark& mark, const std::string& axis, const Tensor& x) {
   return x;
 }
 
+// The ops below are not asked for: what they are given must be the same on all ranks of the axis, and
+// no part along others.
+void check_given(const VocabularyPart& part, const char* where, const char* name, const Tensor& x) {
+  const ComputeMesh& mesh = compute_mesh();
+  for (size_t axis = 0; axis < mesh.axes(); ++axis) {
+    const Mark mark = mark_of(x, axis);
+    const bool own = mesh.name(axis) == part.axis;
+    TS_CHECK_AS(UnsupportedError, mark.is_invariant() || (own && mark.is_replicated()), where,
+                "along '", mesh.name(axis), "' the ", name, " ", x, " is ", describe(mark),
+                ", and each rank looks its entries up among all of them; convert it to ",
+                own ? "replicated" : "invariant");
+  }
+}
+
 // Entries as this rank's kernels take them: its own ones by their place here, 0 for those of others
 // and for `ignored` ones. What no rank has is outside here, too, so that the kernels refuse it.
 struct Entries {
@@ -34,6 +48,7 @@ Entries entries_here(const VocabularyPart& part, int64_t rows, const Tensor& giv
 
 Tensor embedding(const VocabularyPart& part, const Tensor& index, const Tensor& weight,
                  std::optional<int64_t> padding_idx) {
+  check_given(part, "embedding", "index", index);
   const CheckedMarks scope;
   std::optional<int64_t> padding_here;
   if (padding_idx) {
@@ -47,6 +62,8 @@ Tensor embedding(const VocabularyPart& part, const Tensor& index, const Tensor& 
 
 Tensor linear_cross_entropy(const VocabularyPart& part, const Tensor& x, const Tensor& weight,
                             const Tensor& target, int64_t ignore_index, bool mean) {
+  check_given(part, "linear_cross_entropy", "x", x);
+  check_given(part, "linear_cross_entropy", "target", target);
   const Tensor given = linear(x, weight);  // checked: x is whole, and a shard of classes comes
   const CheckedMarks scope;
   const Tensor logits = given.dtype() == kF64 ? given : to(given, kF32);

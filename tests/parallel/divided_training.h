@@ -63,11 +63,6 @@ inline Training gpt_of(const nn::models::GptConfig& config, DType dtype = kF64,
                                       });
 }
 inline Training gpt() { return gpt_of(kTiny); }
-inline Training gpt_with(double dropout) {
-  nn::models::GptConfig config = kTiny;
-  config.dropout = dropout;
-  return gpt_of(config);
-}
 inline Training llama_of(int64_t kv_heads, DType dtype = kF64, bool head_norms = false) {
   manual_seed(1);
   auto model =

@@ -6,12 +6,15 @@
 #include <functional>
 #include <vector>
 
+#include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
 #include <tessera/distributed/tensor_parallel/convert.h>
 #include <tessera/distributed/tensor_parallel/parallelize.h>
+#include <tessera/distributed/tensor_parallel/vocabulary.h>
 
 #include "distributed/compared_ranks.h"
 #include "message_of.h"
@@ -93,11 +96,14 @@ TEST(TensorParallel, SoAreThoseOfLlamaAndBert) {
 
 // Residuals drop by tokens, attention by heads: each element as in one process.
 TEST(TensorParallel, DropoutDrawsByThePlaceInTheWhole) {
+  nn::models::GptConfig config = kTiny;
+  config.dropout = 0.3;
+  const auto dropping = [&] { return gpt_of(config); };
   for (const bool sequence : {false, true}) {
     for (const bool recompute : {false, true}) {
-      compare_with_one_process([] { return gpt_with(0.3); }, sgd, 2, sequence, recompute);
+      compare_with_one_process(dropping, sgd, 2, sequence, recompute);
     }
-    compare_with_one_process([] { return gpt_with(0.3); }, sgd, 4, sequence);
+    compare_with_one_process(dropping, sgd, 4, sequence);
     compare_with_one_process([] { return bert(0.3); }, sgd, 2, sequence);
   }
 }
@@ -257,6 +263,13 @@ TEST(TensorParallel, AWrongCompositionDoesNotRun) {
     EXPECT_TRUE(mentions(message_of([&] { rand_like(tokens); }), "a part of a tensor"));
     EXPECT_TRUE(mentions(message_of([&] { convert(uneven, "tp", Mark::replicated()); }),
                          "give the whole .length"));
+    // What a part of a vocabulary looks up is no part itself.
+    const VocabularyPart words{"tp", 0, 8};
+    const Tensor index = convert(zeros({4}, {.dtype = kI64}), "tp", Mark::summand());
+    EXPECT_TRUE(mentions(message_of([&] { embedding(words, index, weight); }), "the index"));
+    EXPECT_TRUE(
+        mentions(message_of([&] { linear_cross_entropy(words, x, weight, index, -100, true); }),
+                 "the target"));
     nn::LayerNorm norm(4);
     const std::string whole = message_of([&] { norm(tokens); });
     EXPECT_TRUE(mentions(whole, "its gradient would be a summand that nobody adds")) << whole;
