@@ -84,6 +84,27 @@ TEST_F(StateCheckpoints, CKP1ElevenSavesWithALimitOfTwoLeaveNineAndTen) {
   EXPECT_EQ(saved_numbers(), (Numbers{9, 10})) << "by number, not by spelling";
 }
 
+// Each one says which number comes next, wherever it lies by then; a folder by name uses none up.
+TEST_F(StateCheckpoints, WhatIsLoadedSaysWhichNumberComesNext) {
+  Training training(1);
+  StateIo io(automatic(0));
+  EXPECT_EQ(io.iteration(), 0);
+  std::vector<std::string> folders;
+  for (int i = 0; i < 3; ++i) folders.push_back(io.save_state(training.state()));
+  EXPECT_EQ(io.iteration(), 3);
+  const std::string named = io.save_state(training.state(), folders[0] + "-by-name");
+  EXPECT_EQ(io.iteration(), 3);
+  for (size_t i = 0; i < 3; ++i) {
+    StateIo other(automatic(0));
+    other.load_state(training.state(), folders[i]);
+    EXPECT_EQ(other.iteration(), static_cast<int64_t>(i) + 1);
+  }
+  StateIo other(automatic(0));
+  other.load_state(training.state(), named);
+  EXPECT_EQ(other.iteration(), 3);
+  EXPECT_THROW(other.set_iteration(-1), ValueError);
+}
+
 // Trap 11: rotation deletes before the new checkpoint is written.
 TEST_F(StateCheckpoints, TrapRotationComesAfterTheCommit) {
   Training training(1);
