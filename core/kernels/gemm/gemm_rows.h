@@ -8,6 +8,7 @@
 // An element's bits depend on k and the layout alone, not on the rows and columns beside it.
 #pragma once
 
+#include <tessera/core/kernels/common/lanes.h>
 #include <tessera/core/kernels/gemm/gemm_block.h>
 
 namespace tessera::kernels::TS_SIMD {
@@ -43,6 +44,19 @@ TS_HD Vec<float> load_wide(const T* x) {
 }
 #endif
 
+// Keeps the compiler from loading a value anew for each use.
+#if defined(__AVX512F__)
+TS_HD void keep_in_register(__m512i& x) { __asm__("" : "+v"(x)); }
+#endif
+template <class C>
+TS_HD void keep_in_register(Vec<C>& x) {
+#if defined(__AVX2__)
+  __asm__("" : "+v"(x.v));
+#else
+  static_cast<void>(x);
+#endif
+}
+
 // Its first `count` lanes; the others are zero.
 template <class C, class T>
 TS_HD Vec<C> load_wide(const T* x, int64_t count) {
@@ -60,9 +74,9 @@ TS_HD Vec<C> load_wide(const T* x, int64_t count) {
   return load_wide(part);
 }
 
-// sums[j] = the sum of v[j]'s lanes.
+// sums[j] = the sum of v[j]'s lanes, of four.
 template <class C>
-TS_HD void add_lanes(const Vec<C> (&v)[4], C* sums) {
+TS_HD void add_lanes(const Vec<C>* v, C* sums) {
   constexpr int kWidth = Vec<C>::kWidth;
   for (int j = 0; j < 4; ++j) {
     C lanes[kWidth];
@@ -77,7 +91,7 @@ TS_HD void add_lanes(const Vec<C> (&v)[4], C* sums) {
 TS_HD __m128 add_quarters(__m256 x) {
   return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 }
-TS_HD void add_lanes(const Vec<float> (&v)[4], float* sums) {
+TS_HD void add_lanes(const Vec<float>* v, float* sums) {
 #if defined(__AVX512F__)
   const __m512 v01 =
       _mm512_add_ps(_mm512_unpacklo_ps(v[0].v, v[1].v), _mm512_unpackhi_ps(v[0].v, v[1].v));
@@ -174,61 +188,93 @@ constexpr int64_t kDotColumns = 64;
 // stream a page by itself, and here are four. 50257 columns of 384 bf16 times 8 rows take 1.0 ms
 // with 9 KiB, 1.8 ms with 3 (Zen 5).
 constexpr int64_t kBytesAhead = 8192;
+// Bytes of a matrix above which it is taken to lie in memory.
+constexpr int64_t kMostCached = 32 << 20;
 
+// What tiles ask of memory, in bytes: a line at `at` and at each `stride` behind it for its columns
+// with each line of a column that one reads, `step` further with the next, and `tile` further for
+// the next tile.
+struct Ahead {
+  const char* at;
+  int64_t stride, step, tile;
+};
+
+// K between two lines that are asked for: a line's, unless rows leave no registers for that.
+template <class P, int kRows>
+constexpr int64_t kDotStep =
+    (kDotRows > 3 || kRows == 1) && int64_t{64 / sizeof(typename P::Right)} > P::kDepth
+        ? int64_t{64 / sizeof(typename P::Right)}
+        : P::kDepth;
+
+// `count` tiles of kRows x kColumns sums, one beside the other.
 template <class P, int kRows, int kColumns>
-__attribute__((noinline)) void dot_tile(int64_t k, const typename P::Left* a, int64_t a_stride,
-                                        const typename P::Right* b, int64_t b_stride,
-                                        const typename P::Right* next, int64_t next_step,
-                                        typename P::Sum* sums, int64_t sums_stride,
-                                        bool accumulate) {
+__attribute__((noinline)) void dot_tiles(int64_t count, int64_t k, const typename P::Left* a,
+                                         int64_t a_stride, const typename P::Right* b,
+                                         int64_t b_stride, const Ahead& ahead,
+                                         typename P::Sum* sums, int64_t sums_stride,
+                                         bool accumulate) {
   using Sum = typename P::Sum;
   using Register = typename P::Register;
-  Vec<Sum> sum[kRows][4];
+  constexpr int64_t kStep = kDotStep<P, kRows>;
+  const char* asked = ahead.at;
+  for (int64_t tile = 0; tile < count; ++tile) {
+    Vec<Sum> sum[kRows][4];
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) sum[r][j] = Vec<Sum>::zero();
-  }
-  int64_t i = 0;
-  for (; i + P::kDepth <= k; i += P::kDepth) {
-    Register left[kRows];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) left[r] = P::along(a + r * a_stride + i);
-#pragma GCC unroll 4
-    for (int j = 0; j < kColumns; ++j) {
-      const auto* column = b + j * b_stride + i;
-      __builtin_prefetch(next + j * b_stride);
-      const Register right = P::along(column);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) sum[r][j] = P::add(sum[r][j], left[r], right);
+      for (int j = 0; j < 4; ++j) sum[r][j] = Vec<Sum>::zero();
     }
-    next += next_step;
-  }
-  if (i < k) {
-    Register left[kRows];
+    const auto add = [&](int64_t i) TS_LANES {
+      Register left[kRows];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) left[r] = P::along(a + r * a_stride + i, k - i);
+      for (int r = 0; r < kRows; ++r) left[r] = P::along(a + r * a_stride + i);
 #pragma GCC unroll 4
-    for (int j = 0; j < kColumns; ++j) {
-      const Register right = P::along(b + j * b_stride + i, k - i);
+      for (int j = 0; j < kColumns; ++j) {
+        Register right = P::along(b + j * b_stride + i);
+        if (kRows > 1 && kDotRows > 3) keep_in_register(right);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) sum[r][j] = P::add(sum[r][j], left[r], right);
+        for (int r = 0; r < kRows; ++r) sum[r][j] = P::add(sum[r][j], left[r], right);
+      }
+    };
+    const char* next = asked;
+    int64_t i = 0;
+    for (; i + kStep <= k; i += kStep) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kColumns; ++j) __builtin_prefetch(next + j * ahead.stride);
+      next += ahead.step;
+#pragma GCC unroll 4
+      for (int64_t part = 0; part < kStep; part += P::kDepth) add(i + part);
     }
-  }
+    for (; i + P::kDepth <= k; i += P::kDepth) add(i);
+    if (i < k) {
+      Register left[kRows];
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    Sum four[4];
-    add_lanes(sum[r], four);
-    Sum* const target = sums + r * sums_stride;
-    for (int j = 0; j < kColumns; ++j) target[j] = accumulate ? target[j] + four[j] : four[j];
+      for (int r = 0; r < kRows; ++r) left[r] = P::along(a + r * a_stride + i, k - i);
+#pragma GCC unroll 4
+      for (int j = 0; j < kColumns; ++j) {
+        const Register right = P::along(b + j * b_stride + i, k - i);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) sum[r][j] = P::add(sum[r][j], left[r], right);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      Sum four[4];
+      add_lanes(sum[r], four);
+      Sum* const target = sums + r * sums_stride;
+      for (int j = 0; j < kColumns; ++j) target[j] = accumulate ? target[j] + four[j] : four[j];
+    }
+    b += kColumns * b_stride;
+    sums += kColumns;
+    asked += ahead.tile;
   }
 }
 
-// dot_tile of 1 to kDotRows rows.
+// dot_tiles of 1 to kDotRows rows.
 template <class P, int kColumns, int kRows = kDotRows, class... Arguments>
-TS_HD void dot_tile_of(int64_t rows, Arguments... arguments) {
-  if (kRows == 1 || rows == kRows) return dot_tile<P, kRows, kColumns>(arguments...);
-  if constexpr (kRows > 1) dot_tile_of<P, kColumns, kRows - 1>(rows, arguments...);
+TS_HD void dot_tiles_of(int64_t rows, Arguments... arguments) {
+  if (kRows == 1 || rows == kRows) return dot_tiles<P, kRows, kColumns>(arguments...);
+  if constexpr (kRows > 1) dot_tiles_of<P, kColumns, kRows - 1>(rows, arguments...);
 }
 
 // sums (m, n) = a (m, k) b; b's columns are b_stride apart.
@@ -236,29 +282,53 @@ template <class P>
 void dot_rows(int64_t m, int64_t n, int64_t k, const typename P::Left* a, int64_t a_stride,
               const typename P::Right* b, int64_t b_stride, typename P::Sum* sums,
               int64_t sums_stride) {
+  constexpr int64_t kSize = sizeof(*b);
   // Four columns of this depth and the rows beside them stay in L1.
   constexpr int64_t kMostDepth = 2048 / sizeof(typename P::Left);
+  constexpr int64_t kMostWhole = 16384 / sizeof(typename P::Left);
+  constexpr int64_t kRunBytes = 16384;
+  const int64_t step = (m == 1 ? kDotStep<P, 1> : kDotStep<P, 2>)*kSize;
   const int64_t groups = (m + kDotRows - 1) / kDotRows;
-  for (int64_t first = 0; first < n; first += kDotColumns) {
-    const int64_t last = first + kDotColumns < n ? first + kDotColumns : n;
-    for (int64_t at = 0; at < k; at += kMostDepth) {
-      const int64_t depth = k - at < kMostDepth ? k - at : kMostDepth;
-      const int64_t four_bytes = 4 * depth * static_cast<int64_t>(sizeof(*b));
-      const int64_t ahead = 4 * ((kBytesAhead + four_bytes - 1) / four_bytes);
-      for (int64_t j = first; j < last; j += j + 4 <= last ? 4 : 1) {
+  const int64_t piece = k < kMostDepth ? k : kMostDepth;
+  // A matrix that no cache holds is read from its beginning to its end, in all pieces of four
+  // columns, if the rows are near.
+  const bool whole = piece < k && n * k * kSize > kMostCached && m * k <= kMostWhole;
+  const int64_t stretch = whole ? 4 : piece == k ? n : kDotColumns;
+  // Columns that stay in L1 while all groups of rows meet them.
+  const int64_t fit = kRunBytes / (piece * kSize) / 4 * 4;
+  const int64_t run = groups == 1 ? stretch : fit > 4 ? fit : 4;
+  const int64_t four_bytes = 4 * piece * kSize;
+  const int64_t ahead_columns = 4 * ((kBytesAhead + four_bytes - 1) / four_bytes);
+  for (int64_t first = 0; first < n; first += stretch) {
+    const int64_t last = first + stretch < n ? first + stretch : n;
+    for (int64_t at = 0; at < k; at += piece) {
+      const int64_t depth = k - at < piece ? k - at : piece;
+      for (int64_t j = first; j < last; j += run) {
+        const int64_t columns = j + run < last ? run : last - j;
         const auto* const right = b + j * b_stride + at;
         for (int64_t group = 0; group < groups; ++group) {
           const int64_t row = m * group / groups, rows = m * (group + 1) / groups - row;
           const auto* const left = a + row * a_stride + at;
-          const auto* const next = right + ahead * b_stride + depth * group / groups;
-          const int64_t next_step = (P::kDepth + groups - 1) / groups;
           typename P::Sum* const target = sums + row * sums_stride + j;
-          if (j + 4 <= last) {
-            dot_tile_of<P, 4>(rows, depth, left, a_stride, right, b_stride, next, next_step, target,
-                              sums_stride, at > 0);
-          } else {
-            dot_tile_of<P, 1>(rows, depth, left, a_stride, right, b_stride, next, next_step, target,
-                              sums_stride, at > 0);
+          // The columns behind these, or what follows in them; each group asks for its share.
+          const auto* const next = whole && at + depth < k ? right + depth
+                                   : whole                 ? right - at + 4 * b_stride
+                                                           : right + ahead_columns * b_stride;
+          Ahead ahead{reinterpret_cast<const char*>(next) + depth * kSize * group / groups,
+                      b_stride * kSize, step / groups, 4 * b_stride * kSize};
+          if (groups == 1 && b_stride == k && piece == k) {  // one line after the other
+            ahead.stride = 64;
+            ahead.step = 4 * step;
+          }
+          const int64_t tiles = columns / 4, rest = columns % 4;
+          if (tiles > 0) {
+            dot_tiles_of<P, 4>(rows, tiles, depth, left, a_stride, right, b_stride, ahead, target,
+                               sums_stride, at > 0);
+          }
+          if (rest > 0) {
+            ahead.tile = b_stride * kSize;
+            dot_tiles_of<P, 1>(rows, rest, depth, left, a_stride, right + 4 * tiles * b_stride,
+                               b_stride, ahead, target + 4 * tiles, sums_stride, at > 0);
           }
         }
       }
@@ -310,6 +380,80 @@ __attribute__((noinline)) void spread_tile(int64_t m, int64_t n, const typename 
   }
 }
 
+// kRows x kVectors registers of sums, which stay there over all of K.
+template <class P, int kRows, int kVectors>
+__attribute__((noinline)) void block_tile(int64_t k, const typename P::Left* a, int64_t a_stride,
+                                          const typename P::Right* b, int64_t b_stride,
+                                          int64_t ahead, typename P::Sum* sums,
+                                          int64_t sums_stride) {
+  using V = Vec<typename P::Sum>;
+  using Register = typename P::Register;
+  constexpr int kOfLine = 64 / static_cast<int>(V::kWidth * sizeof(*b));  // registers
+  V sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) sum[r][j] = V::zero();
+  }
+  const auto add = [&](int64_t i, int64_t depth) TS_LANES {
+    const auto* const row = b + i * b_stride;
+    Register left[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) left[r] = P::everywhere(a + r * a_stride + i, depth);
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) {
+      if (kOfLine <= 1 || j % kOfLine == 0) {
+#pragma GCC unroll 2
+        for (int q = 0; q < P::kSpread; ++q) {
+          __builtin_prefetch(row + (ahead + q) * b_stride + j * V::kWidth);
+        }
+      }
+      Register right = P::across(row + j * V::kWidth, b_stride, depth, V::kWidth);
+      if (kRows > 1) keep_in_register(right);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) sum[r][j] = P::add(sum[r][j], left[r], right);
+    }
+  };
+  int64_t i = 0;
+  for (; i + P::kSpread <= k; i += P::kSpread) add(i, P::kSpread);
+  if (i < k) add(i, k - i);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) sum[r][j].store(sums + r * sums_stride + j * V::kWidth);
+  }
+}
+
+// The first columns of spread_rows, of few rows; gives their number.
+template <class P, int kRows = kDotRows>
+int64_t multiply_blocks(int64_t m, int64_t n, int64_t k, const typename P::Left* a,
+                        int64_t a_stride, const typename P::Right* b, int64_t b_stride,
+                        typename P::Sum* sums, int64_t sums_stride) {
+  if constexpr (kRows > 1) {
+    if (m < kRows) {
+      return multiply_blocks<P, kRows - 1>(m, n, k, a, a_stride, b, b_stride, sums, sums_stride);
+    }
+  }
+  constexpr int kVectors = 2 * kRows <= kDotRows ? 8 : 4;  // they fill the registers
+  constexpr int64_t kWidth = Vec<typename P::Sum>::kWidth;
+  const auto ahead_of = [](int64_t columns) {
+    const int64_t bytes = columns * static_cast<int64_t>(sizeof(*b));
+    return (kBytesAhead / bytes + P::kSpread - 1) / P::kSpread * P::kSpread;
+  };
+  int64_t j = 0;
+  for (; j + kVectors * kWidth <= n; j += kVectors * kWidth) {
+    block_tile<P, kRows, kVectors>(k, a, a_stride, b + j, b_stride, ahead_of(kVectors * kWidth),
+                                   sums + j, sums_stride);
+  }
+  if constexpr (kVectors == 8) {
+    for (; j + 4 * kWidth <= n; j += 4 * kWidth) {
+      block_tile<P, kRows, 4>(k, a, a_stride, b + j, b_stride, ahead_of(4 * kWidth), sums + j,
+                              sums_stride);
+    }
+  }
+  return j;
+}
+
 // sums (m, n) = a (m, k) b; b's rows are b_stride apart. What lies between n and the next
 // multiple of 32 is overwritten.
 template <class P>
@@ -318,8 +462,18 @@ void spread_rows(int64_t m, int64_t n, int64_t k, const typename P::Left* a, int
                  int64_t sums_stride) {
   constexpr int kSteps = 4;
   constexpr int64_t kDepth = kSteps * P::kSpread;
-  const int64_t most_columns = m <= 8 ? 512 : 4096 / m / 16 * 16;
-  for (int64_t j = 0; j < n; j += most_columns) {
+  const int64_t bytes = k * b_stride * static_cast<int64_t>(sizeof(*b));
+  // Blocks of a larger matrix would touch all of its pages several times; with one row they are
+  // slower from L3 on, too: 384 x 1536 f32 takes 35 us for 31 (Zen 4).
+  constexpr int64_t kOneBlock = 128, kMost = 8 << 20,
+                    kMostOfOneRow = kDotRows > 3 ? 1 << 20 : kMost;
+  int64_t j = 0;
+  if (m <= kDotRows && (bytes <= (m > 1 ? kMost : kMostOfOneRow) || n <= kOneBlock)) {
+    j = multiply_blocks<P>(m, n, k, a, a_stride, b, b_stride, sums, sums_stride);
+  }
+  // Of memory whole pages are read: one row of f32 times 4096 x 4096 takes 3.6 ms for 4.9 (Zen 4).
+  const int64_t most_columns = m <= 8 && bytes <= kMostCached ? 512 : 4096 / m / 16 * 16;
+  for (; j < n; j += most_columns) {
     const int64_t columns = n - j < most_columns ? n - j : most_columns;
     const int64_t step_bytes = kDepth * columns * static_cast<int64_t>(sizeof(*b));
     const int64_t ahead = kDepth * ((kBytesAhead + step_bytes - 1) / step_bytes);
