@@ -8,6 +8,8 @@
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/core/state/torch_file.h>
+#include <tessera/data/text/token_file.h>
+#include <tessera/data/tokenizer_json/pretrained_tokenizer.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/models/evaluation.h>
 
@@ -175,6 +177,59 @@ TEST_F(Tokenize, TakesLinesOfText) {
   ASSERT_EQ(ids.code(), 0) << ids;
   const FinishedProcess texts = tokenize(gpt2 + " --decode --skip-special-tokens", ids.output);
   EXPECT_EQ(texts.output, "the war\n\nthe\n") << ids << texts;
+}
+
+TEST_F(Tokenize, ConversationsGoThroughTheChatTemplate) {
+  const std::string folder = golden_path("finetune");
+  const std::string lines =
+      "[{\"role\": \"user\", \"content\": \"Hi\"}, {\"role\": \"assistant\", \"content\": "
+      "\"yes\"}]\n"
+      "{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}\n";
+  const FinishedProcess both = tokenize(folder + " --chat --json", lines);
+  ASSERT_EQ(both.code(), 0) << both;
+  const size_t end = both.output.find('\n');
+  const auto first = nlohmann::json::parse(both.output.substr(0, end));
+  EXPECT_EQ(first["text"],
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n");
+  EXPECT_EQ(first["assistant_mask"].size(), first["ids"].size());
+  EXPECT_EQ(first["assistant_mask"].back(), 1);
+  EXPECT_EQ(first["assistant_mask"].front(), 0);
+  const FinishedProcess prompt = tokenize(folder + " --chat --generation-prompt", lines);
+  const FinishedProcess text =
+      tokenize(folder + " --decode", prompt.output.substr(prompt.output.find('\n') + 1));
+  EXPECT_TRUE(text.output.starts_with("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant"))
+      << text;
+  EXPECT_TRUE(tokenize(folder + " --chat", "{}\n").complained("line 1"));
+  EXPECT_EQ(tokenize(folder + " --chat --offsets", lines).code(), 2);
+  EXPECT_EQ(tokenize(folder + " --generation-prompt", lines).code(), 2);
+}
+
+TEST_F(Tokenize, WritesTheIdsOfAllLinesIntoATokenFile) {
+  const std::string folder = golden_path("finetune");
+  const auto tokenizer = data::PretrainedTokenizer::from_pretrained(folder);
+  std::string lines;
+  std::vector<data::TokenId> ids;
+  for (int i = 0; i < 500; ++i) {
+    const std::string line = i % 7 == 0 ? "" : "the war of " + std::to_string(i) + " and the peace";
+    lines += line + "\n";
+    const auto more = tokenizer.encode_text(line).ids;
+    ids.insert(ids.end(), more.begin(), more.end());
+    ids.push_back(*tokenizer.end_of_text());
+  }
+  const std::string out = folder_.path("out.tokens");
+  const FinishedProcess process = tokenize(folder + " --end-of-text --output " + out, lines);
+  ASSERT_EQ(process.code(), 0) << process;
+  EXPECT_TRUE(process.output.starts_with("500 documents")) << process;
+  const auto tokens = data::TokenArray::open(out);
+  EXPECT_EQ(tokens.vocab_size(), tokenizer.vocab_size());
+  ASSERT_EQ(tokens.size(), static_cast<int64_t>(ids.size()));
+  for (size_t i = 0; i < ids.size(); ++i) ASSERT_EQ(tokens[static_cast<int64_t>(i)], ids[i]) << i;
+
+  const std::string other = folder_.path("other.tokens");
+  EXPECT_TRUE(tokenize(folder + " --json --output " + other, "\"a\"\nb\n").complained("line 2"));
+  EXPECT_FALSE(fs::exists(other));
+  EXPECT_EQ(tokenize(folder + " --end-of-text", "a\n").code(), 2);
+  EXPECT_EQ(tokenize(folder + " --decode --output " + other, "1\n").code(), 2);
 }
 
 TEST_F(Tokenize, NamesTheLineThatItCannotTake) {
