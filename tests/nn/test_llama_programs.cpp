@@ -1,10 +1,14 @@
-// examples/llama train and generate as a user runs them: from nothing, on, with adapters.
+// examples/llama train, generate and finetune as a user runs them: from nothing, on, with adapters,
+// and beside PEFT.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <filesystem>
+#include <sstream>
 
 #include "finished_process.h"
+#include "golden_files.h"
+#include "message_of.h"
 
 namespace tessera::test_llama_programs {
 namespace {
@@ -61,6 +65,18 @@ class LlamaPrograms : public testing::Test {
     return at == std::string::npos ? 0 : std::stod(process.output.substr(at + words.size()));
   }
 
+  // The least one.
+  static double evaluation_loss(const FinishedProcess& process) {
+    const std::string words = ": evaluation loss ";
+    double least = 1e9;
+    for (size_t at = 0; (at = process.output.find(words, at)) != std::string::npos;) {
+      at += words.size();
+      least = std::min(least, std::stod(process.output.substr(at)));
+    }
+    EXPECT_LT(least, 1e9) << process;
+    return least;
+  }
+
   TestFolder folder_;
 };
 
@@ -94,6 +110,118 @@ TEST_F(LlamaPrograms, ATrainedModelWritesSentencesOfItsText) {
   ASSERT_EQ(with({"--merge", "--save", path("merged")}).code(), 0);
   EXPECT_EQ(text_of({"--prompt", "1 and", "--model", path("merged")}), other);
   EXPECT_EQ(text_of({"--ids", "49 32 97", "--tokens", "2"}).substr(0, 8), "49 32 97");
+}
+
+// tests/golden/finetune: peft and transformers on the same weights and batches (bench/compare).
+class FineTune : public LlamaPrograms {
+ protected:
+  FinishedProcess finetune(const Words& more) const {
+    const std::string folder = tests::golden_path("finetune");
+    return run_process(with_defaults({TESSERA_LLAMA_FINETUNE,
+                                      "--model",
+                                      folder,
+                                      "--data",
+                                      folder + "/data.jsonl",
+                                      "--eval",
+                                      folder + "/data.jsonl",
+                                      "--output",
+                                      path("out"),
+                                      "--batch-size",
+                                      "2",
+                                      "--lr",
+                                      "5e-3",
+                                      "--schedule",
+                                      "constant",
+                                      "--max-length",
+                                      "40",
+                                      "--threads",
+                                      "1",
+                                      "--log",
+                                      path("log")},
+                                     more));
+  }
+  std::vector<double> logged() const {
+    std::istringstream text(folder_.read("log"));
+    std::vector<double> losses;
+    for (double loss; text >> loss;) losses.push_back(loss);
+    return losses;
+  }
+  void expect_losses(const char* kind) const {
+    const auto expected =
+        tests::golden_json("finetune/losses.json")[kind].get<std::vector<double>>();
+    const std::vector<double> losses = logged();
+    ASSERT_EQ(losses.size(), expected.size());
+    for (size_t i = 0; i < losses.size(); ++i) {
+      EXPECT_NEAR(losses[i], expected[i], 1e-4 * expected[i]) << "step " << i;
+    }
+  }
+};
+
+TEST_F(FineTune, FiftyStepsHaveTheLossesOfPeftAndTransformers) {
+  const std::string adapter = tests::golden_path("finetune/adapter");
+  const auto lora = finetune({"--adapter", adapter, "--epochs", "5", "--in-order", "--merge"});
+  ASSERT_EQ(lora.code(), 0) << lora;
+  expect_losses("lora");
+  EXPECT_TRUE(std::filesystem::exists(path("out/adapter/adapter_model.safetensors"))) << lora;
+  // The merged folder is a model with a tokenizer: its loss is the adapted one's.
+  const double after = evaluation_loss(lora);
+  const auto again = finetune({"--model", path("out/model"), "--lora", "2", "--epochs", "0.1",
+                               "--lr", "0", "--output", path("again")});
+  ASSERT_EQ(again.code(), 0) << again;
+  EXPECT_NEAR(evaluation_loss(again), after, 1e-4);
+
+  const auto full =
+      finetune({"--lora", "0", "--epochs", "5", "--in-order", "--output", path("full")});
+  ASSERT_EQ(full.code(), 0) << full;
+  expect_losses("full");
+  EXPECT_TRUE(std::filesystem::exists(path("full/model/model.safetensors")));
+  EXPECT_TRUE(std::filesystem::exists(path("full/model/tokenizer.json")));
+}
+
+// PEFT adapts every linear layer but the output layer.
+TEST_F(FineTune, AllLinearMeansWhatPeftMeans) {
+  const auto adapted =
+      tests::golden_json("finetune/losses.json")["adapted"].get<std::vector<std::string>>();
+  const auto run = finetune({"--lora", "4", "--epochs", "0.1"});
+  ASSERT_EQ(run.code(), 0) << run;
+  EXPECT_TRUE(mentions(run.output, "adapters on " + std::to_string(adapted.size()) + " layers"))
+      << run;
+  EXPECT_EQ(std::ranges::count(adapted, "lm_head"), 0);
+}
+
+TEST_F(FineTune, AStoppedRunGoesOnWithTheSameLosses) {
+  const auto with = [&](Words more) {
+    more.insert(more.end(), {"--lora", "4", "--dropout", "0.1"});
+    const auto run = finetune(more);
+    EXPECT_EQ(run.code(), 0) << run;
+    return logged();
+  };
+  const std::vector<double> whole = with({"--epochs", "1.2", "--output", path("whole")});
+  ASSERT_EQ(whole.size(), 12u);
+  // In the middle of an epoch.
+  const std::vector<double> first = with({"--epochs", "0.7", "--output", path("part")});
+  std::filesystem::remove(path("log"));
+  const std::vector<double> rest = with({"--epochs", "1.2", "--output", path("part"), "--resume"});
+  ASSERT_EQ(first.size(), 7u);
+  ASSERT_EQ(rest.size(), 5u);
+  EXPECT_EQ(first, std::vector<double>(whole.begin(), whole.begin() + 7));
+  EXPECT_EQ(rest, std::vector<double>(whole.begin() + 7, whole.end()));
+}
+
+TEST_F(FineTune, TheBestCheckpointIsKeptInEitherDirection) {
+  // A rate that spoils the model: the first evaluation is the best one, and the last the worst.
+  const Words words = {"--lora", "4", "--lr", "0.5", "--epochs", "1", "--eval-every", "5"};
+  const auto best = [&](const Words& more, const std::string& output) {
+    Words all = words;
+    all.insert(all.end(), more.begin(), more.end());
+    all.insert(all.end(), {"--output", path(output)});
+    const auto run = finetune(all);
+    EXPECT_EQ(run.code(), 0) << run;
+    return run.output.substr(run.output.find("the best is"));
+  };
+  const std::string least = best({}, "least"),
+                    most = best({"--greater-is-better", "--metric", "perplexity"}, "most");
+  EXPECT_NE(least.substr(least.rfind('_')), most.substr(most.rfind('_'))) << least << most;
 }
 
 TEST_F(LlamaPrograms, WhatCannotBeUsedIsNamed) {
