@@ -418,9 +418,6 @@ void check_consistent(const Settings& settings, bool code_follows) {
   contradict(settings.zero_stage.origin.source != Source::kDefault &&
                  settings.zero_stage != std::min<int64_t>(static_cast<int64_t>(sharding), 3),
              "zero_stage", "sharding", "they name different modes; leave one out");
-  const bool shards_states = sharding == Sharding::kZero1 || sharding == Sharding::kZero2;
-  contradict(settings.tp_size > 1 && shards_states, "tp_size", "sharding",
-             "states are sharded beside tp with the parameters; set sharding to fsdp or zero3");
   contradict(settings.tp_size > 1 && settings.precision_policy.value == PrecisionPolicy::kPure &&
                  settings.mixed_precision.value != Precision::kNo,
              "tp_size", "precision_policy",

@@ -31,7 +31,7 @@ constexpr double kTolerance = 1e-11;
 
 std::unique_ptr<nn::models::Gpt> make_model(uint64_t seed = 3, double dropout = 0.2) {
   manual_seed(seed);
-  auto model = std::make_unique<nn::models::Gpt>(nn::models::GptConfig{.vocab_size = 37,
+  auto model = std::make_unique<nn::models::Gpt>(nn::models::GptConfig{.vocab_size = 38,
                                                                        .context = kTokens,
                                                                        .width = 16,
                                                                        .layers = 2,
@@ -124,7 +124,9 @@ TEST(AcceleratorTensorParallel, SoIsOneThatShardsAsWell) {
     set_num_threads(1);
     expected = train(alone, kBatch, 0);
   }
-  for (const Sharding sharding : {Sharding::kFsdp, Sharding::kZero3}) {
+  for (const Sharding sharding :
+       {Sharding::kZero1, Sharding::kZero2, Sharding::kFsdp, Sharding::kZero3}) {
+    SCOPED_TRACE(static_cast<int>(sharding));
     compared_ranks(4, [&](int rank) {
       AcceleratorOptions options = alone;
       options.tp_size = 2, options.sharding = sharding;
@@ -213,9 +215,9 @@ TEST(AcceleratorTensorParallel, WhatDoesNotComposeIsAConfigErrorOnEveryRank) {
         << copies;
     EXPECT_TRUE(mentions(copies, "set sharding to fsdp")) << copies;
     EXPECT_TRUE(mentions(refusal({.tp_size = 3, .config_file = ""}, *gpt), "tp_size=3"));
-    EXPECT_TRUE(
-        mentions(refusal({.sharding = Sharding::kZero1, .tp_size = 2, .config_file = ""}, *gpt),
-                 "set sharding to fsdp or zero3"));
+    EXPECT_TRUE(mentions(
+        refusal({.mixed_precision = Precision::kFP8, .tp_size = 4, .config_file = ""}, *gpt),
+        "linear layers that are cut along tp run in bf16"));
     Plain plain;
     EXPECT_TRUE(mentions(refusal({.tp_size = 4, .config_file = ""}, plain),
                          "Plain does not say how it may be divided"));

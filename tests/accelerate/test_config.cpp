@@ -304,7 +304,6 @@ TEST(ConfigEnvironment, ShardingIsSaidByModeByStageOrByAcceleratesSwitches) {
   for (const auto& [environment, key] : std::vector<std::pair<Environment, std::string>>{
            {{{"TESSERA_SHARDING", "ddp"}, {"TESSERA_ZERO_STAGE", "2"}}, "zero_stage=2"},
            {{{"TESSERA_DP_SHARD_SIZE", "2"}}, "dp_shard_size=2"},
-           {{{"TESSERA_TP_SIZE", "2"}, {"TESSERA_SHARDING", "zero2"}}, "tp_size=2"},
            {{{"TESSERA_TP_SIZE", "2"}, {"TESSERA_MIXED_PRECISION", "fp8"}}, "tp_size=2"},
            {{{"TESSERA_TP_SEQUENCE", "false"}}, "tp_sequence=false"},
            {{{"TESSERA_SHARDING", "zero1"}, {"TESSERA_DP_REPLICATE_SIZE", "2"}},
