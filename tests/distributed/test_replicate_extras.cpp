@@ -10,7 +10,6 @@
 
 #include "distributed/replicate_fixture.h"
 #include "golden_files.h"
-#include "refusals.h"
 
 namespace tessera::distributed::test_replicate_extras {
 namespace {
@@ -368,47 +367,6 @@ TEST(CommunicationHook, D11_OneHookIsSetOnceAndAlikeOnAllRanks) {
 
 std::shared_ptr<PowerSgdHook> power_sgd(const PowerSgdOptions& options) {
   return std::make_shared<PowerSgdHook>(options);
-}
-
-TEST(CommunicationHook, OptionsAndStatesThatCannotBeAreRefused) {
-  const auto made = [](const PowerSgdOptions& options) {
-    return [options] { PowerSgdHook{options}; };
-  };
-  for (const PowerSgdOptions& fits :
-       {PowerSgdOptions{.rank = 1}, PowerSgdOptions{.start_step = 0},
-        PowerSgdOptions{.min_compression = 0}, PowerSgdOptions{.wire = kF16},
-        PowerSgdOptions{.wire = kBF16}}) {
-    EXPECT_NO_THROW(made(fits)());
-  }
-  const auto state = [](const std::string& name) {
-    return [name] {
-      StateDict state;
-      state.set(name, scalar_tensor(1, kI64));
-      PowerSgdHook().load_state_dict(state);
-    };
-  };
-  EXPECT_NO_THROW(state("w.steps")());
-  expect_refusals({
-      {"gradients travel as f16 or bf16; got f32", [] { CastHook{kF32}; }},
-      {"gradients travel as f16 or bf16; got f64", [] { CastHook{kF64}; }},
-      {"the rank must be at least 1; got 0", made({.rank = 0})},
-      {"must not be negative", made({.start_step = -1})},
-      {"must not be negative", made({.min_compression = -0.5})},
-      {"sends f32, f16 or bf16; got f64", made({.wire = kF64})},
-      {"'w.step' is no entry of its state", state("w.step")},
-      {"'error' is no entry of its state", state("error")},
-  });
-  on_ranks(2, [](int rank) {
-    Net net;
-    net.to(kF64);
-    Mesh mesh(world());
-    Replica replica = replicate(net, mesh);
-    replica.set_communication_hook(power_sgd({}));
-    const std::string message = message_of([&] {
-      net(ones({2, 8}, {.dtype = kF64})).sum().backward();
-    });
-    EXPECT_TRUE(mentions(message, "compresses f32 gradients")) << rank << message;
-  });
 }
 
 // The memory that a backward ran out of, a hook may ask for too.

@@ -1,10 +1,12 @@
-// Sums that replicas leave undivided while a step goes on: whose order is that of one process.
+// Sums that replicas leave undivided while a step goes on, whose order is that of one process; and what
+// communication hooks refuse.
 // ctest labels: threads
 // ctest ranks: 2
 #include <tessera/core/error.h>
 
 #include "distributed/replicate_fixture.h"
 #include "message_of.h"
+#include "refusals.h"
 
 namespace tessera::distributed::test_replicate_sums {
 namespace {
@@ -182,6 +184,47 @@ TEST(ReplicateSums, UnderJoinEveryReductionIsDivided) {
     loss_of(net, rank).backward();
     EXPECT_TRUE(replica.pass().holds_unreduced());
     net.zero_grad();
+  });
+}
+
+TEST(CommunicationHook, OptionsAndStatesThatCannotBeAreRefused) {
+  const auto made = [](const PowerSgdOptions& options) {
+    return [options] { PowerSgdHook{options}; };
+  };
+  for (const PowerSgdOptions& fits :
+       {PowerSgdOptions{.rank = 1}, PowerSgdOptions{.start_step = 0},
+        PowerSgdOptions{.min_compression = 0}, PowerSgdOptions{.wire = kF16},
+        PowerSgdOptions{.wire = kBF16}}) {
+    EXPECT_NO_THROW(made(fits)());
+  }
+  const auto state = [](const std::string& name) {
+    return [name] {
+      StateDict state;
+      state.set(name, scalar_tensor(1, kI64));
+      PowerSgdHook().load_state_dict(state);
+    };
+  };
+  EXPECT_NO_THROW(state("w.steps")());
+  expect_refusals({
+      {"gradients travel as f16 or bf16; got f32", [] { CastHook{kF32}; }},
+      {"gradients travel as f16 or bf16; got f64", [] { CastHook{kF64}; }},
+      {"the rank must be at least 1; got 0", made({.rank = 0})},
+      {"must not be negative", made({.start_step = -1})},
+      {"must not be negative", made({.min_compression = -0.5})},
+      {"sends f32, f16 or bf16; got f64", made({.wire = kF64})},
+      {"'w.step' is no entry of its state", state("w.step")},
+      {"'error' is no entry of its state", state("error")},
+  });
+  on_ranks(2, [](int rank) {
+    Net net;
+    net.to(kF64);
+    Mesh mesh(world());
+    Replica replica = replicate(net, mesh);
+    replica.set_communication_hook(std::make_shared<PowerSgdHook>());
+    const std::string message = message_of([&] {
+      net(ones({2, 8}, {.dtype = kF64})).sum().backward();
+    });
+    EXPECT_TRUE(mentions(message, "compresses f32 gradients")) << rank << message;
   });
 }
 
