@@ -347,8 +347,8 @@ TEST(MadeBatches, WeighByTheirRowsOnAnyNumberOfRanks) {
   }
 }
 
-// The first weight is the unit of all: rank 0's where ranks can be asked. It stays within the range of
-// 16 bits whatever weights count.
+// The first weight is the unit of all: rank 0's where ranks can be asked. It stays within the
+// range of 16 bits whatever weights count.
 TEST(GivenWeights, AreInUnitsOfTheFirst) {
   const accelerate::Settings settings;
   const PreparedObjects prepared;

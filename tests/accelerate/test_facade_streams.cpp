@@ -308,8 +308,8 @@ TEST(FacadeStreams, DL_2_APartThatCannotBeReadOrIsEmptyIsAnErrorOnAllRanks) {
   });
 }
 
-// What ranks agree on before each batch, for every state of three ranks: without a batch, with one, with
-// one that is filled up alone, and with the last one.
+// What ranks agree on before each batch, for every state of three ranks: without a batch, with
+// one, with one that is filled up alone, and with the last one.
 TEST(FacadeStreams, DL_2_WhatRanksWithPartsAgreeOnBeforeABatch) {
   struct State {
     bool batch;

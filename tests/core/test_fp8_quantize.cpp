@@ -412,8 +412,8 @@ TEST(Quantize, TheGradientOfLogitsIsThatOfTheirLoss) {
   EXPECT_EQ(q.scale.item<float>(), expected.scale.item<float>());
 }
 
-// What is known of a matrix after its pieces have been seen is what is known of the whole, for every
-// tile that ends where pieces do; and so are products whose sum runs over the pieces.
+// What is known of a matrix after its pieces have been seen is what is known of the whole, for
+// every tile that ends where pieces do; and so are products whose sum runs over the pieces.
 TEST(Quantize, PiecesAreTheWhole) {
   manual_seed(17);
   const int64_t N = 40;
@@ -498,8 +498,8 @@ TEST(CastTranspose, IsQuantizeInBothOrders) {
 
 // ---- Delayed scales ----------------------------------------------------------------------------
 
-// Four steps through a ring of three rows, for operands of two products: the third and the sixth are
-// gradients.
+// Four steps through a ring of three rows, for operands of two products: the third and the sixth
+// are gradients.
 TEST(RollScales, FollowTheLargestOfTheLastRows) {
   for (const bool of_newest : {false, true}) {
     for (const int margin : {0, 2}) {

@@ -1,5 +1,5 @@
-// Sums that replicas leave undivided while a step goes on, whose order is that of one process; and what
-// communication hooks refuse.
+// Sums that replicas leave undivided while a step goes on, whose order is that of one process; and
+// what communication hooks refuse.
 // ctest labels: threads
 // ctest ranks: 2
 #include <tessera/core/error.h>

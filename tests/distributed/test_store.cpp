@@ -433,8 +433,8 @@ TEST(Watchdogs, SeveralSilentRanksCostOneTimeout) {
   EXPECT_LE(store->asked, 100ms + 4ms);  // at least a millisecond each
 }
 
-// Messages go at once, and a machine that lost power, which closes nothing, is found by probes: from
-// either end.
+// Messages go at once, and a machine that lost power, which closes nothing, is found by probes:
+// from either end.
 TEST(TcpStore, BothEndsOfAConnectionSendAtOnceAndProbe) {
   TcpStoreServer server({"127.0.0.1", 0, ""});
   const auto client = TcpStore::connect({"127.0.0.1", server.port(), ""}, kLong);

@@ -1,5 +1,5 @@
-// config.json of the models: every field there and back, the values of fields that are not there, and
-// every bound.
+// config.json of the models: every field there and back, the values of fields that are not there,
+// and every bound.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -270,7 +270,7 @@ TEST(BertConfig, BoundsAndWhatTheModelCannotDo) {
   });
 }
 
-// ---- Llama and its kin ---------------------------------------------------------------------------
+// ---- Llama and its kin -------------------------------------------------------------------------
 
 LlamaConfig llama(const std::string& kind) {
   LlamaConfig config;

@@ -405,7 +405,8 @@ TEST(Optimizer, ReportsAllOfAStateThatDoesNotFitAndChangesNothing) {
   EXPECT_TRUE(optimizer.options().master_weights);
 }
 
-// Each entry of a state has the shape of a parameter, or is a number; and names of parameters have dots.
+// Each entry of a state has the shape of a parameter, or is a number; and names of parameters have
+// dots.
 TEST(Optimizer, SaysWhichParameterEachStateIsOf) {
   const Tensor weight = ones({2, 3}, {.dtype = kBF16}), bias = ones({3});
   const NamedTensors parameters = {{"layers.0.weight", weight}, {"layers.0", bias}};

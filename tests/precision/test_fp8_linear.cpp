@@ -761,8 +761,8 @@ TEST(DelayedScales, StateContinuesATraining) {
   EXPECT_EQ(other.scales(), one.scales());
 }
 
-// However many steps a history keeps and however many there were: what was loaded goes on as what was
-// saved, beyond the ring's end.
+// However many steps a history keeps and however many there were: what was loaded goes on as what
+// was saved, beyond the ring's end.
 TEST(DelayedScales, StateContinuesWhereverItsRingStands) {
   for (const int64_t history : {1, 3, 16, 17, 20}) {
     for (const int64_t before : {int64_t{0}, int64_t{1}, history - 1, history, history + 2}) {

@@ -1,4 +1,5 @@
-// Recipes of fp8: their bounds, their casts, what they and reports say, and operands that do not fit.
+// Recipes of fp8: their bounds, their casts, what they and reports say, and operands that do not
+// fit.
 #include <gtest/gtest.h>
 
 #include <string>
