@@ -5,6 +5,7 @@
 #include <tessera/distributed/backward/buckets.h>
 #include <tessera/distributed/backward/buffer.h>
 #include <tessera/distributed/backward/step_plan.h>
+#include <tessera/distributed/data_parallel/report.h>
 
 namespace tessera::distributed::test_shard_geometry {
 namespace {
@@ -148,6 +149,30 @@ TEST(StepPlan, OnlyTheLastMicroBatchSynchronises) {
   const StepPlan last = StepPlan::of(1, 2);
   EXPECT_TRUE(last.sync_gradients && last.is_last && last.all_reduce);
   EXPECT_EQ(last.micro_index, 1);
+}
+
+TEST(ShardReport, SaysWhatBucketsHoldAndWhatTheyCost) {
+  ShardReport report;
+  report.ranks = 4, report.hook = "allreduce", report.rebuilds = 1;
+  report.buckets.push_back({.index = 0,
+                            .dtype = kF32,
+                            .parameters = {"a", "b", "c"},
+                            .elements = 12,
+                            .bytes = 48,
+                            .traffic = {}});
+  report.buckets.push_back(
+      {.index = 1, .dtype = kBF16, .parameters = {"d"}, .elements = 5, .bytes = 10, .traffic = {}});
+  report.gradients = {.collectives = 2, .bytes = 58};
+  report.used_map = {.collectives = 1, .bytes = 8};
+  report.window_weight = {.collectives = 3, .bytes = 24};
+  report.buffers_per_forward = {.collectives = 5, .bytes = 40};
+  EXPECT_EQ(report.describe(),
+            "replicate over 4 ranks, hook allreduce, buckets made anew 1 times\n"
+            "  bucket 0: f32[12], 48 bytes, 3 parameters (a ... c)\n"
+            "  bucket 1: bf16[5], 10 bytes, 1 parameters (d)\n"
+            "  each synchronising backward: 2 collectives of 58 bytes for gradients, 1 of 8 bytes "
+            "for the used map, 3 of 24 bytes for the window's weight\n"
+            "  each synchronised forward: 5 broadcasts of 40 bytes for buffers\n");
 }
 
 }  // namespace
