@@ -286,7 +286,6 @@ void dot_rows(int64_t m, int64_t n, int64_t k, const typename P::Left* a, int64_
   // Four columns of this depth and the rows beside them stay in L1.
   constexpr int64_t kMostDepth = 2048 / sizeof(typename P::Left);
   constexpr int64_t kMostWhole = 16384 / sizeof(typename P::Left);
-  constexpr int64_t kRunBytes = 16384;
   const int64_t step = (m == 1 ? kDotStep<P, 1> : kDotStep<P, 2>)*kSize;
   const int64_t groups = (m + kDotRows - 1) / kDotRows;
   const int64_t piece = k < kMostDepth ? k : kMostDepth;
@@ -294,9 +293,8 @@ void dot_rows(int64_t m, int64_t n, int64_t k, const typename P::Left* a, int64_
   // columns, if the rows are near.
   const bool whole = piece < k && n * k * kSize > kMostCached && m * k <= kMostWhole;
   const int64_t stretch = whole ? 4 : piece == k ? n : kDotColumns;
-  // Columns that stay in L1 while all groups of rows meet them.
-  const int64_t fit = kRunBytes / (piece * kSize) / 4 * 4;
-  const int64_t run = groups == 1 ? stretch : fit > 4 ? fit : 4;
+  // Tiles at once. Groups of rows meet four columns after each other, while these are in L1.
+  const int64_t run = groups == 1 ? stretch : 4;
   const int64_t four_bytes = 4 * piece * kSize;
   const int64_t ahead_columns = 4 * ((kBytesAhead + four_bytes - 1) / four_bytes);
   for (int64_t first = 0; first < n; first += stretch) {
@@ -472,7 +470,7 @@ void spread_rows(int64_t m, int64_t n, int64_t k, const typename P::Left* a, int
     j = multiply_blocks<P>(m, n, k, a, a_stride, b, b_stride, sums, sums_stride);
   }
   // Of memory whole pages are read: one row of f32 times 4096 x 4096 takes 3.6 ms for 4.9 (Zen 4).
-  const int64_t most_columns = m <= 8 && bytes <= kMostCached ? 512 : 4096 / m / 16 * 16;
+  const int64_t most_columns = m <= 8 && bytes <= kMostCached ? 512 : 4096 / m / 32 * 32;
   for (; j < n; j += most_columns) {
     const int64_t columns = n - j < most_columns ? n - j : most_columns;
     const int64_t step_bytes = kDepth * columns * static_cast<int64_t>(sizeof(*b));
