@@ -1,6 +1,7 @@
 // A model whose modules are dealt over the stages of a pipeline.
 //
-//     StagedModel staged(model, &dims.mesh(), {.cuts = {"transformer.h.6"}});  // of two ranks
+//     ParallelDims dims(world(), {.pp = 2});
+//     StagedModel staged(model, &dims.mesh(), {.cuts = {"transformer.h.6"}});
 //     staged.describe();
 //
 // Every rank builds the whole model, with the same names. Modules belong to stages in the order of

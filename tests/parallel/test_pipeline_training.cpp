@@ -18,9 +18,13 @@
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/embedding.h>
+#include <tessera/nn/linear.h>
 #include <tessera/nn/models/bert.h>
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/models/llama.h>
+#include <tessera/nn/norm.h>
 #include <tessera/optim/muon.h>
 #include <tessera/optim/optimizers.h>
 
@@ -99,9 +103,41 @@ Training bert() {
       });
 }
 
+// Blocks with running statistics.
+struct NormedBlock : nn::Module<NormedBlock> {
+  explicit NormedBlock(int64_t width)
+      : fc(add<nn::Linear>("fc", width, width)), norm(add<nn::BatchNorm1d>("norm", width)) {}
+  Tensor forward(const Tensor& x) { return norm(fc(x)) + x; }
+  nn::Linear& fc;
+  nn::BatchNorm1d& norm;
+};
+struct Normed : nn::Module<Normed> {
+  Normed()
+      : embed(add<nn::Embedding>("embed", kVocabulary, 16)),
+        blocks(add<nn::ModuleList>("blocks")),
+        head(add<nn::Linear>("head", 16, kVocabulary)) {
+    for (int i = 0; i < 3; ++i) blocks.append<NormedBlock>(16);
+  }
+  Tensor forward(const Tensor& tokens, const Tensor& targets) {
+    Tensor x = embed(tokens).view({tokens.numel(), 16});
+    for (size_t i = 0; i < blocks.size(); ++i) x = blocks.at<NormedBlock>(i)(x);
+    return cross_entropy(head(x), targets.reshape({targets.numel()}));
+  }
+  nn::Embedding& embed;
+  nn::ModuleList& blocks;
+  nn::Linear& head;
+};
+Training normed() {
+  manual_seed(1);
+  return training_of<Normed>(std::make_unique<Normed>(), [](Normed& model, const Batch& b) {
+    return model(b.inputs, b.targets);
+  });
+}
+
 using MakeOptimizer = std::function<std::unique_ptr<optim::Optimizer>(const NamedTensors&)>;
+// A large eps: a key's bias has no gradient but rounding, of which Adam would make steps.
 std::unique_ptr<optim::Optimizer> adamw(const NamedTensors& parameters) {
-  return std::make_unique<optim::AdamW>(parameters, optim::AdamW::Options{.lr = 1e-2});
+  return std::make_unique<optim::AdamW>(parameters, optim::AdamW::Options{.lr = 1e-2, .eps = 1e-3});
 }
 
 // How it is trained.
@@ -112,6 +148,7 @@ struct Way {
   int64_t micro_batches = 4;
   distributed::PipelineSchedule schedule = distributed::PipelineSchedule::kOneFOneB;
   Precision precision = Precision::kNo;
+  double init_scale = 65536;
   PipelineOptions options = {};
   MakeOptimizer optimizer = adamw;
   std::vector<double> weights = {};
@@ -125,7 +162,7 @@ struct Way {
 
 using Values = std::map<std::string, std::vector<double>>;
 struct Trained {
-  std::vector<double> losses, norms;
+  std::vector<double> losses, norms, scales;
   Values parameters;  // of rank 0
 };
 
@@ -133,6 +170,7 @@ AcceleratorOptions settings_of(const Way& way) {
   AcceleratorOptions settings{.mixed_precision = way.precision,
                               .gradient_accumulation_steps = way.micro_batches,
                               .cpu = true};
+  settings.loss_scale.init_scale = way.init_scale;
   settings.pp.size = way.pp;
   settings.pp.stages_per_rank = way.stages_per_rank;
   settings.pp.schedule = way.schedule;
@@ -164,6 +202,7 @@ Trained train(const MakeTraining& make, const Way& way) {
     trained.norms.push_back(accelerator.clip_grad_norm(training.model->parameters(), 0.5).item());
     optimizer->step();
     if (way.zeroes) optimizer->zero_grad();
+    trained.scales.push_back(accelerator.loss_scale());
   }
   if (!way.save.empty()) accelerator.save_state(way.save);
   for (const auto& [name, tensor] : accelerator.get_state_dict(*training.model)) {
@@ -181,6 +220,7 @@ Trained train_alone(const MakeTraining& make, Way way) {
 
 void expect_same_bits(const Trained& own, const Trained& expected, int rank) {
   EXPECT_EQ(own.losses, expected.losses) << rank;
+  EXPECT_EQ(own.scales, expected.scales) << rank;
   EXPECT_EQ(own.norms, expected.norms) << rank;
   if (rank != 0) return;
   EXPECT_EQ(own.parameters.size(), expected.parameters.size());
@@ -260,6 +300,25 @@ TEST(PipelineTraining, MixedPrecisionHasTheBitsOfOneProcess) {
   expect_as_alone(untied, {.pp = 2, .precision = Precision::kFP16});
 }
 
+// Gradients overflow in some stage, and all leave the step out.
+TEST(PipelineTraining, AStepIsLeftOutByAllStagesOrByNone) {
+  const Way way{.pp = 2, .precision = Precision::kFP16, .init_scale = 0x1p24};
+  const Trained alone = train_alone(untied, way);
+  EXPECT_LT(alone.scales.back(), way.init_scale);
+  Way finite = way;
+  finite.init_scale = 65536;
+  EXPECT_NE(alone.parameters, train_alone(untied, finite).parameters);
+  compared_ranks(2, [&](int rank) {
+    const Trained own = train(untied, way);
+    EXPECT_EQ(own.scales, alone.scales);
+    EXPECT_TRUE(rank != 0 || own.parameters == alone.parameters);
+  });
+}
+
+TEST(PipelineTraining, RunningStatisticsOfAllStagesAreSaved) {
+  for (const int pp : {2, 3}) expect_as_alone(normed, {.pp = pp, .micro_batches = 2});
+}
+
 TEST(PipelineTraining, MuonBringsItsMatricesTogether) {
   const MakeOptimizer muon = [](const NamedTensors& all) -> std::unique_ptr<optim::Optimizer> {
     NamedTensors matrices;
@@ -293,18 +352,24 @@ TEST(PipelineTraining, FrozenStagesSendNoGradients) {
 // ---- With data-parallel ranks ------------------------------------------------------------------
 
 TEST(PipelineTraining, BesideDataParallelRanksGradientsAreAddedUp) {
-  const Trained expected = train_alone(untied, {.micro_batches = 4, .dtype = kF64});
-  compared_ranks(4, [&](int rank) {
-    const Trained own = train(untied, {.pp = 2, .micro_batches = 2, .dtype = kF64});
-    for (size_t step = 0; step < kSteps; ++step) {
-      EXPECT_NEAR(own.norms[step], expected.norms[step], 1e-11 * expected.norms[step]);
-    }
-    if (rank != 0) return;
-    for (const auto& [name, values] : expected.parameters) {
-      const std::vector<double>& got = own.parameters.at(name);
-      for (size_t i = 0; i < values.size(); ++i) ASSERT_NEAR(got[i], values[i], 1e-9) << name;
-    }
-  });
+  for (const bool tied : {false, true}) {
+    const auto make = [tied] { return gpt(tied); };
+    const std::vector<double> weights = {1, 2};
+    const Trained expected =
+        train_alone(make, {.micro_batches = 4, .weights = {1, 1, 2, 2}, .dtype = kF64});
+    compared_ranks(4, [&](int rank) {
+      const Trained own =
+          train(make, {.pp = 2, .micro_batches = 2, .weights = weights, .dtype = kF64});
+      for (size_t step = 0; step < kSteps; ++step) {
+        EXPECT_NEAR(own.norms[step], expected.norms[step], 1e-11 * expected.norms[step]);
+      }
+      if (rank != 0) return;
+      for (const auto& [name, values] : expected.parameters) {
+        const std::vector<double>& got = own.parameters.at(name);
+        for (size_t i = 0; i < values.size(); ++i) ASSERT_NEAR(got[i], values[i], 1e-11) << name;
+      }
+    });
+  }
 }
 
 // ---- State -------------------------------------------------------------------------------------
