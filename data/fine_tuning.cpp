@@ -110,14 +110,28 @@ class Line {
     return result;
   }
 
+  // Up to which byte of a text its tokens are those of another one. A character alone may be the
+  // same in the tokens that follow: < in <|user|> and </s>.
+  size_t common_end(const std::string& text, const std::string& other) const {
+    const PretrainedEncodeOptions whole = PretrainedEncodeOptions::whole(false);
+    const PretrainedEncoding a = tokenizer_.encode_text(text, whole);
+    const PretrainedEncoding b = tokenizer_.encode_text(other, whole);
+    const auto same = std::mismatch(a.ids.begin(), a.ids.end(), b.ids.begin(), b.ids.end()).first;
+    const auto count = static_cast<size_t>(same - a.ids.begin());
+    int64_t left = count == 0 ? 0 : a.offsets[count - 1].end;
+    size_t end = 0;
+    for (; end < text.size(); ++end) {
+      if ((text[end] & 0xC0) != 0x80 && left-- == 0) break;
+    }
+    return end;
+  }
+
   CharacterSpan answer(const std::string& whole, const Json& before, const Json& message) const {
     const std::string prompt = rendered(before, true);
     Json with = before;
     with.push_back(message);
     const std::string until = rendered(with, false);
-    const auto same = std::mismatch(whole.begin(), whole.end(), until.begin(), until.end()).first;
-    auto end = static_cast<size_t>(same - whole.begin());
-    while (end < whole.size() && end > 0 && (whole[end] & 0xC0) == 0x80) --end;
+    const size_t end = common_end(whole, until);
     std::string said;
     if (message.contains("content") && message["content"].is_string()) {
       said = message["content"].get<std::string>();

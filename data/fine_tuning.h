@@ -18,7 +18,8 @@
 // [Note: answers] Only tokens of answers are targets, others are kIgnoreTarget. Of messages the
 // answers are what the template marks by {% generation %}. A template without marks is rendered up
 // to each message of the assistant, with the beginning of an answer, and the answer is what the
-// whole text has behind that, up to where it differs from the rendering that ends with the answer.
+// whole text has behind that, up to where its tokens differ from those of the rendering that ends
+// with the answer.
 // So the tokens that end a turn are learned, too. A template that changes earlier turns (it may
 // leave out what the model thought) does not show where their answers are: FormatError.
 #pragma once

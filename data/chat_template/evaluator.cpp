@@ -359,7 +359,7 @@ class Evaluator {
     const Value iterated = evaluate(*statement.value, scope);
     run_.at(statement.line, "{% for %}");
     std::vector<Value> items = iterate(run_, iterated, "a loop");
-    Loop::Accept accept;
+    ForLoop::Accept accept;
     if (statement.condition != nullptr) {
       accept = [&](const Value& value) {
         const Opened inner(*this, &scope);
@@ -367,9 +367,9 @@ class Evaluator {
         return truth(run_, evaluate(*statement.condition, *inner));
       };
     }
-    const auto loop = std::make_shared<Loop>(std::move(items), std::move(accept));
+    const auto loop = std::make_shared<ForLoop>(std::move(items), std::move(accept));
     struct Ended {  // its condition refers to this scope
-      Loop& loop;
+      ForLoop& loop;
       ~Ended() { loop.end(); }
     } const ended{*loop};
     bool any = false;
@@ -377,7 +377,7 @@ class Evaluator {
       any = true;
       run_.charge(1);
       const Opened inner(*this, &scope);
-      inner->set("loop", Value::of(loop));
+      inner->set("loop", Value::of(std::shared_ptr<Loop>(loop)));
       run_.at(statement.line, "{% for %}");
       assign(*statement.target, *value, *inner);
       if (execute(statement.body, *inner, out) == Flow::kBreak) break;

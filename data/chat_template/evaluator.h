@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/data/chat_template/chat_template.h>
+#include <tessera/data/chat_template/rendered_chat.h>
 #include <tessera/data/chat_template/syntax.h>
 
 namespace tessera::data::jinja {

@@ -7,6 +7,7 @@
 #include <limits>
 #include <unordered_map>
 
+#include <tessera/core/plain_text.h>
 #include <tessera/data/chat_template/operators.h>
 #include <tessera/data/chat_template/texts.h>
 #include <tessera/data/text/text.h>
@@ -454,7 +455,7 @@ Value rounded(Run& run, const Value& value, Arguments& arguments) {
     // Python rounds the decimal digits of the number itself, halves of them to even.
     if (value.integer()) return Value::of(*value.integer());
     char digits[700];
-    std::snprintf(digits, sizeof digits, "%.*f", static_cast<int>(precision), *number);
+    plain_snprintf(digits, sizeof digits, "%.*f", static_cast<int>(precision), *number);
     double result = 0;
     std::from_chars(digits, digits + std::char_traits<char>::length(digits), result);
     return Value::of(result);
@@ -596,14 +597,14 @@ std::string format(Run& run, const std::string& form, const Value& values) {
       char digits[1100];
       const auto whole = value.integer() ? *value.integer()
                                          : static_cast<int64_t>(std::clamp(*number, -9e18, 9e18));
-      std::snprintf(digits, sizeof digits, ("%" + flags + "lld").c_str(),
-                    static_cast<long long>(whole));
+      plain_snprintf(digits, sizeof digits, ("%" + flags + "lld").c_str(),
+                     static_cast<long long>(whole));
       out += digits;
     } else if (letter == 'f' && flags.size() <= 3) {
       const auto number = value.number();
       if (!number) run.fail("%f needs a number; it got a ", value.type_name(), ".");
       char digits[1500];
-      std::snprintf(digits, sizeof digits, ("%" + flags + "f").c_str(), *number);
+      plain_snprintf(digits, sizeof digits, ("%" + flags + "f").c_str(), *number);
       out += digits;
     } else {
       run.unsupported("the format '%", flags, std::string(1, letter), "'");

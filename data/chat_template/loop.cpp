@@ -4,7 +4,7 @@
 
 namespace tessera::data::jinja {
 
-std::optional<Value> Loop::pull() {
+std::optional<Value> ForLoop::pull() {
   while (rest_ < items_.size()) {
     Value& value = items_[rest_++];
     if (!accept_ || accept_(value)) return std::move(value);
@@ -12,12 +12,12 @@ std::optional<Value> Loop::pull() {
   return std::nullopt;
 }
 
-const Value* Loop::peek() {
+const Value* ForLoop::peek() {
   if (!after_) after_ = pull();
   return after_ ? &*after_ : nullptr;
 }
 
-const Value* Loop::next() {
+const Value* ForLoop::next() {
   std::optional<Value> value = after_ ? std::exchange(after_, std::nullopt) : pull();
   if (!value) return nullptr;
   before_ = std::exchange(now_, std::move(value));
@@ -25,7 +25,7 @@ const Value* Loop::next() {
   return &*now_;
 }
 
-int64_t Loop::length(Run&) {
+int64_t ForLoop::length(Run&) {
   if (accept_) {
     std::vector<Value> rest;
     while (std::optional<Value> value = pull()) rest.push_back(*std::move(value));
@@ -36,7 +36,7 @@ int64_t Loop::length(Run&) {
   return static_cast<int64_t>(items_.size() - rest_) + index_ + 1 + (after_ ? 1 : 0);
 }
 
-std::optional<Value> Loop::attribute(Run& run, std::string_view name, const Value& self) {
+std::optional<Value> ForLoop::attribute(Run& run, std::string_view name, const Value& self) {
   if (name == "index") return Value::of(index_ + 1);
   if (name == "index0") return Value::of(index_);
   if (name == "first") return Value::of(index_ == 0);
@@ -56,13 +56,14 @@ std::optional<Value> Loop::attribute(Run& run, std::string_view name, const Valu
   if (name == "cycle") {
     return make_callable("loop.cycle", [self](Run& in, Arguments& arguments) {
       if (arguments.positional.empty()) in.fail("loop.cycle() needs values; it got none.");
-      const auto index = static_cast<size_t>(std::max<int64_t>(self.loop()->index_, 0));
+      const auto index =
+          static_cast<size_t>(std::max<int64_t>(static_cast<ForLoop*>(self.loop())->index_, 0));
       return arguments.positional[index % arguments.positional.size()];
     });
   }
   if (name == "changed") {
     return make_callable("loop.changed", [self](Run& in, Arguments& arguments) {
-      Loop& loop = *self.loop();
+      ForLoop& loop = static_cast<ForLoop&>(*self.loop());
       const bool same = loop.has_changed_ &&
                         std::equal(loop.changed_.begin(), loop.changed_.end(),
                                    arguments.positional.begin(), arguments.positional.end(),

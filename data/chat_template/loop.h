@@ -1,4 +1,4 @@
-// The variable `loop` of a for block. Included by this folder's .cpp files only.
+// The loop of a for block. Included by this folder's .cpp files only.
 #pragma once
 
 #include <functional>
@@ -11,20 +11,18 @@
 namespace tessera::data::jinja {
 
 // It reads its values one by one: a condition of the loop may depend on what the body has set.
-class Loop {
+class ForLoop : public Loop {
  public:
   using Accept = std::function<bool(const Value&)>;  // empty: every value counts
-  Loop(std::vector<Value> items, Accept accept)
+  ForLoop(std::vector<Value> items, Accept accept)
       : items_(std::move(items)), accept_(std::move(accept)) {}
 
   // The next value, nullptr at the end.
   const Value* next();
   void end() { accept_ = nullptr, rest_ = items_.size(), after_.reset(); }
 
-  // Reads all values, if it must.
-  int64_t length(Run& run);
-  // A property or a method; nothing for a name that is neither.
-  std::optional<Value> attribute(Run& run, std::string_view name, const Value& self);
+  int64_t length(Run& run) override;
+  std::optional<Value> attribute(Run& run, std::string_view name, const Value& self) override;
 
  private:
   std::optional<Value> pull();

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <limits>
 
-#include <tessera/data/chat_template/loop.h>
 #include <tessera/data/text/text.h>
 
 namespace tessera::data::jinja {

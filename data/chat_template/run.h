@@ -9,7 +9,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/message.h>
-#include <tessera/data/chat_template/chat_template.h>
+#include <tessera/data/chat_template/rendered_chat.h>
 
 namespace tessera::data::jinja {
 

@@ -72,7 +72,10 @@ struct Parameter {
   ExpressionPtr value;  // nullptr: none
 };
 
-struct Branch;
+struct Branch {
+  ExpressionPtr condition;  // nullptr: else
+  Body body;
+};
 
 struct Statement {
   StatementKind kind;
@@ -84,11 +87,6 @@ struct Statement {
   Body body = {}, other = {};
   // A macro or call block whose body asks for these.
   bool uses_caller = false, uses_varargs = false, uses_kwargs = false;
-};
-
-struct Branch {
-  ExpressionPtr condition;  // nullptr: else
-  Body body;
 };
 
 struct Tree {

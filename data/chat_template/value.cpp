@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstring>
 
-#include <tessera/data/chat_template/loop.h>
 #include <tessera/data/text/text.h>
 #include <tessera/data/text/unicode.h>
 

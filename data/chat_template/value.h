@@ -119,6 +119,15 @@ class Value {
       data_;
 };
 
+// The variable `loop` of a for block: loop.h.
+class Loop {
+ public:
+  virtual ~Loop() = default;
+  virtual int64_t length(Run& run) = 0;  // reads all values, if it must
+  // A property or a method; nothing for a name that is neither.
+  virtual std::optional<Value> attribute(Run& run, std::string_view name, const Value& self) = 0;
+};
+
 enum class ListKind : uint8_t {
   kList,
   kTuple,
