@@ -1,6 +1,6 @@
 // Chat templates: what makes one text of a conversation, as tokenizer_config.json brings it.
 //
-//     auto chat = ChatTemplate::parse(source, "tokenizer_config.json");
+//     auto chat = ChatTemplate::parse("{{ bos_token }}{{ messages[0].content }}", "my template");
 //     chat.render({{"messages", R"([{"role": "user", "content": "Hi"}])"},
 //                  {"bos_token", R"("<s>")"}, {"add_generation_prompt", "true"}}).text;
 //
