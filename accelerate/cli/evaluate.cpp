@@ -128,8 +128,8 @@ void evaluate_choices(const EvaluateRequest& request, const LanguageModel& model
     const std::string place = request.choices + ", line " + std::to_string(++number);
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     const Question question = question_of(line, place, words);
-    const auto found = continuation_likelihoods(model, question.continuations,
-                                                request.perplexity.batch_size);
+    const auto found =
+        continuation_likelihoods(model, question.continuations, request.perplexity.batch_size);
     const auto best = [&](auto&& score) {
       size_t first = 0;
       for (size_t i = 1; i < found.size(); ++i) first = score(i) > score(first) ? i : first;
@@ -137,10 +137,10 @@ void evaluate_choices(const EvaluateRequest& request, const LanguageModel& model
     };
     ++count;
     right += best([&](size_t i) { return found[i].log_likelihood; }) == question.answer;
-    right_by_bytes += best([&](size_t i) {
-                        return found[i].log_likelihood /
-                               static_cast<double>(question.choices[i].size());
-                      }) == question.answer;
+    right_by_bytes +=
+        best([&](size_t i) {
+          return found[i].log_likelihood / static_cast<double>(question.choices[i].size());
+        }) == question.answer;
   }
   TS_CHECK_AS(FormatError, count > 0, kEvaluate, request.choices, " has no questions");
   const auto part = [&](size_t of) { return static_cast<double>(of) / static_cast<double>(count); };

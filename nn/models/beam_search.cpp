@@ -29,7 +29,9 @@ void to_log_probabilities(std::span<float> logits) {
 class Beams {
  public:
   Beams(const BeamOptions& options, std::vector<int64_t> ends)
-      : options_(options), ends_(std::move(ends)), sums_(static_cast<size_t>(options.num_beams), kNone) {
+      : options_(options),
+        ends_(std::move(ends)),
+        sums_(static_cast<size_t>(options.num_beams), kNone) {
     sums_[0] = 0;  // at first all beams are the prompt, and one is enough
   }
 
@@ -72,12 +74,12 @@ class Beams {
       if (sums_[beam] == kNone) continue;
       const std::span<float> row = log_probabilities[beam];
       for (size_t token = 0; token < row.size(); ++token) {
-        all.push_back({sums_[beam] + row[token], static_cast<int64_t>(beam),
-                       static_cast<int64_t>(token)});
+        all.push_back(
+            {sums_[beam] + row[token], static_cast<int64_t>(beam), static_cast<int64_t>(token)});
       }
     }
     const auto better = [](const Candidate& a, const Candidate& b) {
-      return a.sum != b.sum         ? a.sum > b.sum
+      return a.sum != b.sum     ? a.sum > b.sum
              : a.beam != b.beam ? a.beam < b.beam
                                 : a.token < b.token;
     };
@@ -134,8 +136,8 @@ std::vector<std::vector<Hypothesis>> beam_search(const LanguageModel& model,
   ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
   const auto candidates = static_cast<int64_t>(std::max<size_t>(2, 1 + ends.size()));
   TS_CHECK(options.num_beams >= 1 && options.num_beams <= model.vocab_size / candidates,
-           "beam_search", "num_beams must be from 1 to ", model.vocab_size / candidates,
-           ", a ", candidates, "th of the vocabulary; got ", options.num_beams);
+           "beam_search", "num_beams must be from 1 to ", model.vocab_size / candidates, ", a ",
+           candidates, "th of the vocabulary; got ", options.num_beams);
   std::vector<Beams> searches(prompts.size(), Beams(options, ends));
   std::vector<size_t> running(prompts.size());  // searches; each has `width` texts in a row
   std::iota(running.begin(), running.end(), size_t{0});

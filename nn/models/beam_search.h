@@ -1,8 +1,9 @@
 // Beam search: of all continuations of a prompt those with the largest sum of log probabilities, as
 // far as a number of partial ones at a time finds them.
 //
-//     auto found = nn::models::beam_search(language_model(model), prompts, {.num_beams = 4});
-//     const std::vector<int64_t>& best = found[0][0].tokens;  // of the first prompt
+//     const auto any = nn::models::LanguageModel::from_pretrained("folder");
+//     auto found = nn::models::beam_search(any, {{15043, 306}}, {.num_beams = 4});
+//     std::vector<int64_t> best = found[0][0].tokens;  // of the first prompt
 //
 // Which ones are kept, and when a search ends, is as in transformers 5 (GenerationMixin), so both
 // find the same texts.

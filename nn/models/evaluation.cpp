@@ -112,8 +112,7 @@ std::vector<Likelihood> continuation_likelihoods(const LanguageModel& model,
     rows.push_back(std::move(row));
   }
   std::vector<Likelihood> result(rows.size());
-  for_each_row(model, rows, batch_size,
-               [&](size_t i, const Likelihood& one) { result[i] = one; });
+  for_each_row(model, rows, batch_size, [&](size_t i, const Likelihood& one) { result[i] = one; });
   return result;
 }
 

@@ -1,8 +1,10 @@
 // What a language model makes of given texts: its perplexity, and the likelihood of continuations.
 //
-//     const auto model = nn::models::LanguageModel::from_pretrained("folder");
-//     nn::models::perplexity(model, ids, {.window = 1024, .stride = 512}).perplexity();
-//     nn::models::continuation_likelihoods(model, {{question, answer_a}, {question, answer_b}});
+//     const auto any = nn::models::LanguageModel::from_pretrained("folder");
+//     const std::vector<int64_t> text = {15043, 306, 626}, question = {1, 2}, yes = {3}, no = {4};
+//     const auto found = nn::models::perplexity(any, text, {.window = 1024, .stride = 512});
+//     std::printf("%f\n", found.perplexity());
+//     auto answers = nn::models::continuation_likelihoods(any, {{question, yes}, {question, no}});
 #pragma once
 
 #include <cstdint>

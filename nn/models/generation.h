@@ -1,11 +1,14 @@
 // Text from a model, token by token, with a cache of keys and values: the most likely token, drawn
 // ones, or the most likely sequence of a beam (beam_search.h).
 //
-//     nn::models::generate(model, prompt, {.max_tokens = 40, .top_p = 0.9}, [&](int64_t token) {
-//       std::cout << tokenizer.decode({token}) << std::flush;
+//     nn::models::Llama llama({.layers = 2});
+//     const std::vector<int64_t> prompt = {15043, 306};
+//     nn::models::generate(llama, prompt, {.max_tokens = 40, .top_p = 0.9}, [&](int64_t token) {
+//       std::printf("%d ", int(token));
 //       return true;
 //     });
-//     auto answers = nn::models::generate(language_model(model), prompts, {.temperature = 0});
+//     const auto any = nn::models::language_model(llama);
+//     auto answers = nn::models::generate(any, {prompt, {1}}, {.temperature = 0});
 #pragma once
 
 #include <cstdint>

@@ -16,7 +16,7 @@ constexpr uint64_t kAlignment = 32;
 constexpr int64_t kBlock = 32;
 
 // The numbers of the format.
-enum class ValueType : uint32_t { kU32 = 4, kF32 = 6, kBool = 7, kString = 8, kArray = 9 };
+enum class ValueType : uint32_t { kU32 = 4, kF32 = 6, kString = 8 };
 enum class TensorType : uint32_t { kF32 = 0, kF16 = 1, kQ8_0 = 8, kBF16 = 30 };
 
 class Bytes {
@@ -50,12 +50,6 @@ class Metadata {
     begin(key, ValueType::kF32);
     bytes_.put(static_cast<float>(value));
   }
-  void add(const std::string& key, const std::vector<bool>& values) {
-    begin(key, ValueType::kArray);
-    bytes_.put(ValueType::kBool);
-    bytes_.put<uint64_t>(values.size());
-    for (const bool value : values) bytes_.put(static_cast<uint8_t>(value));
-  }
   uint64_t count() const { return count_; }
   const std::string& data() const { return bytes_.data(); }
 
@@ -81,6 +75,7 @@ void refuse_what_has_no_field(const LlamaConfig& config) {
                 ", which GGUF has no field for; keep such a model as safetensors");
   };
   check(config.rotary.scaling != RotaryScaling::kDynamic, "the rotary scaling is dynamic");
+  check(config.rotary.truncate, "the rotary scaling yarn is not truncated to whole pairs");
   check(!config.mlp_bias, "the perceptron has biases (mlp_bias)");
   check(!config.window_rotary || config.window_rotary->scaling == RotaryScaling::kNone,
         "the rotation of layers with a window is scaled");
@@ -92,8 +87,9 @@ void refuse_what_has_no_field(const LlamaConfig& config) {
   for (int64_t i = 0; i < config.layers && config.window > 0; ++i) {
     const bool windowed = period > 0 ? (i + 1) % period != 0 : config.kind == "phi3";
     const bool is_wide = config.window >= config.context;  // and hides nothing
-    check(is_wide || (config.window_of(i) > 0) == windowed,
-          "the layers with a window (layer_types, sliding_window) are not those of the architecture");
+    check(
+        is_wide || (config.window_of(i) > 0) == windowed,
+        "the layers with a window (layer_types, sliding_window) are not those of the architecture");
   }
 }
 
@@ -113,12 +109,11 @@ void add_rope(Metadata& data, const std::string& prefix, const LlamaConfig& conf
   }
   if (rotary.scaling == RotaryScaling::kYarn || rotary.scaling == RotaryScaling::kLongRope) {
     data.add(prefix + "rope.scaling.original_context_length", rotary.context);
-    const double factor = rotary.attention_factor.value_or(
-        rotary.scaling == RotaryScaling::kYarn
-            ? 0.1 * std::log(rotary.factor) + 1
-            : std::sqrt(1 + std::log(rotary.factor) /
-                                std::log(static_cast<double>(rotary.context))));
-    data.add(prefix + "rope.scaling.attn_factor", factor);
+    // llama.cpp multiplies with yarn's 0.1 log(factor) + 1 itself.
+    const double amplitude = RotaryEmbedding(config.rotated_features(), rotary).amplitude();
+    const double known =
+        rotary.scaling == RotaryScaling::kYarn ? 0.1 * std::log(rotary.factor) + 1 : 1;
+    data.add(prefix + "rope.scaling.attn_factor", amplitude / known);
   }
 }
 
@@ -168,7 +163,8 @@ uint64_t padded(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment *
 
 std::string name_in_gguf(const std::string& name, const LlamaConfig& config) {
   static const std::pair<std::string, std::string> kWhole[] = {
-      {"model.embed_tokens.", "token_embd."}, {"model.norm.", "output_norm."},
+      {"model.embed_tokens.", "token_embd."},
+      {"model.norm.", "output_norm."},
       {"lm_head.", "output."}};
   for (const auto& [here, there] : kWhole) {
     if (name.starts_with(here)) return there + name.substr(here.size());
@@ -242,8 +238,8 @@ std::vector<Entry> entries_of(const Llama& model, GgufType type) {
   for (const auto& [name, given] : model.state_dict()) {
     if (tied && name == "lm_head.weight") continue;
     Tensor x = given.detach().to(kCpu);
-    if (interleaves_heads(config) && (name.find("q_proj.") != std::string::npos ||
-                                      name.find("k_proj.") != std::string::npos)) {
+    if (interleaves_heads(config) &&
+        (name.find("q_proj.") != std::string::npos || name.find("k_proj.") != std::string::npos)) {
       x = interleaved(x, config.head());
     }
     if (x.dim() == 1) {

@@ -1,6 +1,7 @@
 // Llama-like models as GGUF, the one-file format of llama.cpp.
 //
-//     nn::models::save_gguf(*model, "model.gguf", {.type = nn::models::GgufType::kQ8_0});
+//     const auto llama = nn::models::Llama::from_pretrained("folder");
+//     nn::models::save_gguf(*llama, "model.gguf", {.type = nn::models::GgufType::kQ8_0});
 //
 // The file has the model's sizes and weights with llama.cpp's names (version 3 of the format,
 // https://github.com/ggml-org/ggml/blob/master/docs/gguf.md); it has no tokenizer, which whoever

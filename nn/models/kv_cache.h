@@ -1,8 +1,9 @@
 // Keys and values of earlier tokens, so that generation computes each token once.
 //
-//     nn::models::llama::KvCache cache(model.config, 4, 512, kBF16);  // 4 texts of up to 512 tokens
-//     Tensor logits = model(prompt, {}, true, &cache).logits;
-//     logits = model(next, {}, true, &cache).logits;
+//     nn::models::Llama llama({.layers = 2});
+//     nn::models::llama::KvCache cache(llama.config, 4, 512, kBF16);  // 4 texts of up to 512 tokens
+//     Tensor logits = llama(zeros({4, 16}, {.dtype = kI64}), Tensor(), true, &cache).logits;
+//     logits = llama(argmax(logits, -1), Tensor(), true, &cache).logits;
 //
 // It holds them as f32, bf16 or f16, or with kU8 in 8 bits: each vector of a head and token by its
 // smallest value and a 255th of its range, so that no element is off by more than a 510th of the

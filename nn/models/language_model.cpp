@@ -34,19 +34,19 @@ LanguageModel language_model(Llama& model) {
   const LlamaConfig& config = model.config;
   const Tensor& table = model.model.embed_tokens.weight;
   const bool is_long = config.rotary.scaling == RotaryScaling::kLongRope;
-  return {.module = &model,
-          .logits =
-              [&model](const Tensor& tokens, bool last_only, KvCache* cache,
-                       const Tensor& padding) {
-                return model(tokens, Tensor(), last_only, cache, padding).logits;
-              },
-          .cache = {.layers = config.layers, .heads = config.keys(), .width = config.head()},
-          .dtype = table.dtype(),
-          .device = table.device(),
-          .vocab_size = config.vocab_size,
-          .ends = config.end_of_text,
-          .context = config.context,
-          .turns_anew_after = is_long ? config.rotary.context : 0};
+  return {
+      .module = &model,
+      .logits =
+          [&model](const Tensor& tokens, bool last_only, KvCache* cache, const Tensor& padding) {
+            return model(tokens, Tensor(), last_only, cache, padding).logits;
+          },
+      .cache = {.layers = config.layers, .heads = config.keys(), .width = config.head()},
+      .dtype = table.dtype(),
+      .device = table.device(),
+      .vocab_size = config.vocab_size,
+      .ends = config.end_of_text,
+      .context = config.context,
+      .turns_anew_after = is_long ? config.rotary.context : 0};
 }
 
 LanguageModel LanguageModel::from_pretrained(const std::string& folder) {
@@ -130,8 +130,7 @@ void GrowingTexts::read() {
       tokens.push_back(at < padding_[i] ? 0 : texts_[i][static_cast<size_t>(at - padding_[i])]);
     }
   }
-  const Tensor input =
-      tensor(std::span<const int64_t>(tokens), {count, fresh}).to(model_.device);
+  const Tensor input = tensor(std::span<const int64_t>(tokens), {count, fresh}).to(model_.device);
   logits_ = model_.logits(input, true, &cache_, padding()).to(kF32).to_vector<float>();
 }
 

@@ -1,6 +1,7 @@
 // What generation and evaluation need of a model that predicts the next token, whichever it is.
 //
-//     nn::models::LanguageModel model = nn::models::language_model(llama);
+//     nn::models::Llama llama({.layers = 2});
+//     nn::models::LanguageModel one = nn::models::language_model(llama);
 //     nn::models::LanguageModel any = nn::models::LanguageModel::from_pretrained("folder");
 #pragma once
 
@@ -29,8 +30,8 @@ struct LanguageModel {
   Device device = kCpu;
   int64_t vocab_size = 0;
   std::vector<int64_t> ends = {};  // any of them ends a text
-  int64_t context = 0;      // the length that the model was made for
-  bool is_limited = false;  // longer texts are an error, as of GPT-2's table of positions
+  int64_t context = 0;             // the length that the model was made for
+  bool is_limited = false;         // longer texts are an error, as of GPT-2's table of positions
   // Rotary positions of the type longrope turn otherwise in longer texts: keys in a cache are
   // calculated again where a text grows past this. 0: never.
   int64_t turns_anew_after = 0;
@@ -45,7 +46,8 @@ LanguageModel language_model(Llama& model);
 // then it writes nothing.
 class EvaluationMode {
  public:
-  explicit EvaluationMode(ModuleBase& module) : module_(module), was_training_(module.is_training()) {
+  explicit EvaluationMode(ModuleBase& module)
+      : module_(module), was_training_(module.is_training()) {
     if (was_training_) module.eval();
   }
   ~EvaluationMode() {

@@ -45,8 +45,8 @@ class RopeReader {
     if (config.kind == "phi3" && (name == "su" || name == "yarn")) name = "longrope";
     const auto* known =
         std::ranges::find(kScalings, name.is_string() ? name.get<std::string>() : "");
-    TS_CHECK_AS(UnsupportedError, known != std::end(kScalings), reader_.path(),
-                "the rope_type ", name.dump(), " of '", field_,
+    TS_CHECK_AS(UnsupportedError, known != std::end(kScalings), reader_.path(), "the rope_type ",
+                name.dump(), " of '", field_,
                 "' is not one of default, linear, dynamic, llama3, yarn, longrope");
     options.scaling = static_cast<RotaryScaling>(known - kScalings);
     if (options.scaling == RotaryScaling::kNone) return options;
@@ -133,7 +133,8 @@ constexpr const char* kPart = "partial_rotary_factor";
 void read_part(const ConfigReader& reader, const RopeReader& rope, LlamaConfig& config) {
   config.rotated = rope.number(kPart, reader.number(kPart, 1));
   TS_CHECK_AS(UnsupportedError, config.kind == "phi3" || config.rotated == 1, reader.path(),
-              "the field '", kPart, "' is ", config.rotated, "; only a phi3 rotates a part of its "
+              "the field '", kPart, "' is ", config.rotated,
+              "; only a phi3 rotates a part of its "
               "features");
 }
 
@@ -147,15 +148,17 @@ void read_both(const ConfigReader& reader, LlamaConfig& config) {
   if (both.is_object()) {
     for (const auto& [key, value] : both.items()) {
       TS_CHECK_AS(UnsupportedError, key == "full_attention" || key == "sliding_attention",
-                  reader.path(), "the field 'rope_parameters' of a gemma3_text has objects "
-                  "full_attention and sliding_attention; it has '", key, "'");
+                  reader.path(),
+                  "the field 'rope_parameters' of a gemma3_text has objects "
+                  "full_attention and sliding_attention; it has '",
+                  key, "'");
     }
   }
   const RopeReader old(reader, "rope_scaling"), now = part("full_attention");
   config.rotary = (old.empty() ? now : old)
                       .options(config, now.number("rope_theta", reader.number("rope_theta", 1e6)));
-  config.window_rotary = part("sliding_attention")
-                             .options(config, reader.number("rope_local_base_freq", 1e4));
+  config.window_rotary =
+      part("sliding_attention").options(config, reader.number("rope_local_base_freq", 1e4));
   read_part(reader, now, config);
 }
 
@@ -207,11 +210,12 @@ Json written_rope(const LlamaConfig& config) {
   const Json rope = written(config, config.rotary);
   const bool plain = config.rotary.scaling == RotaryScaling::kNone;
   if (config.window_rotary) {
-    return {{"rope_parameters",
-             {{"full_attention", rope}, {"sliding_attention", written(config, *config.window_rotary)}}},
-            {"rope_theta", config.rotary.theta},
-            {"rope_local_base_freq", config.window_rotary->theta},
-            {"rope_scaling", plain ? Json() : rope}};
+    return {
+        {"rope_parameters",
+         {{"full_attention", rope}, {"sliding_attention", written(config, *config.window_rotary)}}},
+        {"rope_theta", config.rotary.theta},
+        {"rope_local_base_freq", config.window_rotary->theta},
+        {"rope_scaling", plain ? Json() : rope}};
   }
   Json json = {{"rope_parameters", rope}, {"rope_theta", config.rotary.theta}};
   if (config.kind == "phi3") {

@@ -74,6 +74,7 @@ class RotaryEmbedding : public Module<RotaryEmbedding> {
   RotaryAngles angles(const Tensor& position_ids) const;
   // By which a position turns each pair, in sequences of that length: [C/2], f64.
   Tensor frequencies(int64_t length, const Device& device) const;
+  double amplitude() const;  // of cos and sin: attention_factor, or what it is where absent
   std::string extra_repr() const override;
   std::unique_ptr<RotaryEmbedding> remake() const {
     return std::make_unique<RotaryEmbedding>(features, options);
@@ -81,9 +82,6 @@ class RotaryEmbedding : public Module<RotaryEmbedding> {
 
   const int64_t features;
   const RotaryOptions options;
-
- private:
-  double amplitude() const;  // of cos and sin
 };
 
 }  // namespace tessera::nn

@@ -277,7 +277,8 @@ TEST_F(Evaluate, PerplexityIsThatOfTheLibrary) {
   const auto expected = nn::models::perplexity(nn::models::language_model(model_), bytes(text),
                                                {.window = 16, .stride = 6});
   EXPECT_EQ(json.at("tokens"), text.size() - 1);
-  EXPECT_NEAR(json.at("perplexity"), expected.perplexity(), 1e-4 * expected.perplexity());
+  EXPECT_NEAR(json.at("perplexity").get<double>(), expected.perplexity(),
+              1e-4 * expected.perplexity());
 }
 
 TEST_F(Evaluate, AnswersCountWhereTheyAreTheMostLikelyChoice) {

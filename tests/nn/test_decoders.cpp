@@ -66,8 +66,8 @@ class EveryDecoder : public testing::TestWithParam<const char*> {
 
 TEST_P(EveryDecoder, LogitsAndLossAreThoseOfTransformers) {
   const auto expected = golden().load(name_ + ".logits").to_vector();
-  EXPECT_EQ(difference((*model_)(ids()).logits.narrow(1, 16, 6), expected, 1e-5 * largest(expected)),
-            "");
+  EXPECT_EQ(
+      difference((*model_)(ids()).logits.narrow(1, 16, 6), expected, 1e-5 * largest(expected)), "");
   const double loss = golden_.at("loss");
   EXPECT_NEAR(loss_of(*model_).item(), loss, 2e-6 * loss);
 }
@@ -94,9 +94,9 @@ TEST_P(EveryDecoder, AFolderWrittenHereSaysWhatThatOfTransformersSays) {
   const Json here = Json::parse(file), there = config_of(name_);
   for (const auto& [key, value] : there.items()) {
     // Of transformers alone, and what the model above changed.
-    if (key == "transformers_version" || key == "use_cache" ||
-        key == "pretraining_tp" || key == "dtype" || key == "_sliding_window_pattern" ||
-        key == "resid_pdrop" || key == "embd_pdrop" || key == "sliding_window_pattern") {
+    if (key == "transformers_version" || key == "use_cache" || key == "pretraining_tp" ||
+        key == "dtype" || key == "_sliding_window_pattern" || key == "resid_pdrop" ||
+        key == "embd_pdrop" || key == "sliding_window_pattern") {
       continue;
     }
     if (key == "max_window_layers") continue;  // beside layer_types it says nothing
@@ -136,11 +136,11 @@ TEST_P(EveryDecoder, PromptsOfDifferentLengthsGetTheGreedyTokensOfTransformers) 
   const Texts prompts = golden_.at("prompts");
   const GenerateOptions options{.max_tokens = 14, .temperature = 0, .stop_ids = golden_.at("ends")};
   Texts seen(prompts.size());
-  const Texts made = generate(language_model(*model_), prompts, options,
-                              [&](size_t prompt, int64_t token) {
-                                seen[prompt].push_back(token);
-                                return true;
-                              });
+  const Texts made =
+      generate(language_model(*model_), prompts, options, [&](size_t prompt, int64_t token) {
+        seen[prompt].push_back(token);
+        return true;
+      });
   EXPECT_EQ(made, golden_.at("greedy").get<Texts>());
   EXPECT_EQ(seen, made);
   if (name_ == "phi3_long") return;  // a padded text is longer, and turns anew sooner
@@ -152,15 +152,14 @@ TEST_P(EveryDecoder, PromptsOfDifferentLengthsGetTheGreedyTokensOfTransformers) 
 TEST_P(EveryDecoder, BeamsFindTheTextsOfTransformers) {
   for (const Json& found : golden_.at("beams")) {
     const Json early = found.value("early_stopping", Json(false));
-    const auto texts = beam_search(
-        language_model(*model_), golden_.at("prompts"),
-        {.max_tokens = 14,
-         .num_beams = found.at("num_beams"),
-         .length_penalty = found.value("length_penalty", 1.0),
-         .early_stopping = early == "never" ? EarlyStopping::kNever
-                           : early == true  ? EarlyStopping::kTrue
-                                            : EarlyStopping::kFalse,
-         .stop_ids = golden_.at("ends")});
+    const auto texts = beam_search(language_model(*model_), golden_.at("prompts"),
+                                   {.max_tokens = 14,
+                                    .num_beams = found.at("num_beams"),
+                                    .length_penalty = found.value("length_penalty", 1.0),
+                                    .early_stopping = early == "never" ? EarlyStopping::kNever
+                                                      : early == true  ? EarlyStopping::kTrue
+                                                                       : EarlyStopping::kFalse,
+                                    .stop_ids = golden_.at("ends")});
     ASSERT_EQ(texts.size(), found.at("texts").size());
     for (size_t i = 0; i < texts.size(); ++i) {
       const std::string what = found.dump() + " " + std::to_string(i);
@@ -233,12 +232,12 @@ TEST_P(EveryDecoder, AdaptersHaveTheNamesOfTheModulesOfTransformers) {
       adapted.insert(name.substr(at + 10, name.find(".lora") - at - 10));
     }
   }
-  EXPECT_EQ(adapted, joined ? std::set<std::string>({"self_attn.qkv_proj", "self_attn.o_proj",
-                                                     "mlp.gate_up_proj", "mlp.down_proj"})
-                            : std::set<std::string>({"self_attn.q_proj", "self_attn.k_proj",
-                                                     "self_attn.v_proj", "self_attn.o_proj",
-                                                     "mlp.gate_proj", "mlp.up_proj",
-                                                     "mlp.down_proj"}));
+  EXPECT_EQ(adapted,
+            joined ? std::set<std::string>({"self_attn.qkv_proj", "self_attn.o_proj",
+                                            "mlp.gate_up_proj", "mlp.down_proj"})
+                   : std::set<std::string>({"self_attn.q_proj", "self_attn.k_proj",
+                                            "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+                                            "mlp.up_proj", "mlp.down_proj"}));
 }
 
 INSTANTIATE_TEST_SUITE_P(Decoders, EveryDecoder,
@@ -247,6 +246,19 @@ INSTANTIATE_TEST_SUITE_P(Decoders, EveryDecoder,
                                          "gemma3", "gemma3_capped", "phi3", "phi3_long",
                                          "phi3_part"),
                          [](const auto& info) { return std::string(info.param); });
+
+TEST(Norm, AWeightThatIsAddedToOneCountsInSixteenBitsToo) {
+  nn::RMSNorm norm(64, nn::RmsNormOptions{.eps = 1e-6, .plus_one = true});
+  const Tensor x = randn({8, 64}, {}, RandomStream{6, 0}).to(kBF16);
+  EXPECT_EQ(norm.weight.to_vector(), std::vector<double>(64, 0.0));
+  const NoGradGuard no_grad;
+  norm.weight.copy_(full({64}, 0.003));
+  norm.to(kBF16);
+  // 1.003 is 1 in bf16.
+  EXPECT_NE(norm(x).to_vector(), rms_norm(x, {64}, Tensor(), 1e-6).to_vector());
+  const auto [sum, normalized] = nn::residual_rms_norm(norm, x, x);
+  EXPECT_EQ(normalized.to_vector(), norm(x + x).to_vector());
+}
 
 // ---- The cache -----------------------------------------------------------------------------------
 
@@ -273,9 +285,9 @@ TEST(KvCache, SelectedRowsAreThoseTextsAndTheirNumberMayChange) {
     const Tensor next = full({3, 1, 1, 2}, 9);
     for (const size_t layer : {0, 1}) {
       const auto held = cache.append(layer, next, next);
-      EXPECT_EQ(difference(held.keys.select(0, 0).narrow(1, 0, 3),
-                           keys.select(0, 1).to_vector(), 0.01),
-                "");
+      EXPECT_EQ(
+          difference(held.keys.select(0, 0).narrow(1, 0, 3), keys.select(0, 1).to_vector(), 0.01),
+          "");
       EXPECT_EQ(difference(held.values.select(0, 2).narrow(1, 0, 3),
                            (keys.select(0, 0) * 2).to_vector(), 0.01),
                 "");

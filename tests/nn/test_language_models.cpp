@@ -163,8 +163,8 @@ TEST(Evaluation, EachTokenOfATextCountsOnceBehindWhatItsWindowHas) {
                     by_hand(*model, text, 8, 18, 14) + by_hand(*model, text, 12, 22, 18) +
                     by_hand(*model, text, 16, 23, 22);
   for (const int64_t batch : {1, 3}) {
-    const Perplexity found = perplexity(language_model(*model), text,
-                                        {.window = 10, .stride = 4, .batch_size = batch});
+    const Perplexity found =
+        perplexity(language_model(*model), text, {.window = 10, .stride = 4, .batch_size = batch});
     EXPECT_EQ(found.tokens, 22);
     EXPECT_NEAR(found.negative_log_likelihood, -expected, 1e-4);
     EXPECT_NEAR(found.perplexity(), std::exp(-expected / 22), 1e-3);
@@ -320,12 +320,27 @@ TEST(GgufFile, HeadsOfLlamaAreInterleavedAndEightBitsAreScaled) {
   }
 }
 
+TEST(GgufFile, RotationsAreScaledAsLlamaCppScalesThem) {
+  TestFolder folder;
+  save_gguf(*decoder("llama_yarn"), folder.path("yarn"));
+  const Gguf yarn = read_gguf(folder.read("yarn"));
+  EXPECT_EQ(yarn.texts.at("llama.rope.scaling.type"), "yarn");
+  EXPECT_EQ(yarn.numbers.at("llama.rope.scaling.factor"), 4);
+  EXPECT_EQ(yarn.numbers.at("llama.rope.scaling.original_context_length"), 8);
+  EXPECT_EQ(yarn.numbers.at("llama.rope.scaling.attn_factor"), 1) << "llama.cpp has yarn's own";
+  save_gguf(*decoder("phi3_long"), folder.path("long"));
+  const Gguf far = read_gguf(folder.read("long"));
+  EXPECT_NEAR(far.numbers.at("phi3.rope.scaling.attn_factor"),
+              std::sqrt(1 + std::log(32.0 / 12) / std::log(12.0)), 1e-6);
+  EXPECT_EQ(far.tensors.at("rope_factors_long.weight").sizes, std::vector<uint64_t>{4});
+}
+
 TEST(GgufFile, WhatItHasNoFieldForIsRefused) {
   TestFolder folder;
   const auto refused = [&](LlamaConfig config, const std::string& why) {
     const Llama model(config);
-    const std::string message = message_of<UnsupportedError>(
-        [&] { save_gguf(model, folder.path("model.gguf")); });
+    const std::string message =
+        message_of<UnsupportedError>([&] { save_gguf(model, folder.path("model.gguf")); });
     EXPECT_NE(message.find(why), std::string::npos) << message;
     EXPECT_FALSE(std::filesystem::exists(folder.path("model.gguf")));
   };
