@@ -286,6 +286,7 @@ void dot_rows(int64_t m, int64_t n, int64_t k, const typename P::Left* a, int64_
   // Four columns of this depth and the rows beside them stay in L1.
   constexpr int64_t kMostDepth = 2048 / sizeof(typename P::Left);
   constexpr int64_t kMostWhole = 16384 / sizeof(typename P::Left);
+  constexpr int64_t kRunBytes = 16384;
   const int64_t step = (m == 1 ? kDotStep<P, 1> : kDotStep<P, 2>)*kSize;
   const int64_t groups = (m + kDotRows - 1) / kDotRows;
   const int64_t piece = k < kMostDepth ? k : kMostDepth;
@@ -293,8 +294,9 @@ void dot_rows(int64_t m, int64_t n, int64_t k, const typename P::Left* a, int64_
   // columns, if the rows are near.
   const bool whole = piece < k && n * k * kSize > kMostCached && m * k <= kMostWhole;
   const int64_t stretch = whole ? 4 : piece == k ? n : kDotColumns;
-  // Tiles at once. Groups of rows meet four columns after each other, while these are in L1.
-  const int64_t run = groups == 1 ? stretch : 4;
+  // Columns that stay in L1 while all groups of rows meet them.
+  const int64_t fit = kRunBytes / (piece * kSize) / 4 * 4;
+  const int64_t run = groups == 1 ? stretch : fit > 4 ? fit : 4;
   const int64_t four_bytes = 4 * piece * kSize;
   const int64_t ahead_columns = 4 * ((kBytesAhead + four_bytes - 1) / four_bytes);
   for (int64_t first = 0; first < n; first += stretch) {
