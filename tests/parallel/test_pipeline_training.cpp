@@ -152,6 +152,7 @@ struct Way {
   PipelineOptions options = {};
   MakeOptimizer optimizer = adamw;
   std::vector<double> weights = {};
+  std::vector<std::vector<double>> weights_of_ranks = {};  // data-parallel ones
   bool zeroes = true;
   bool checkpoints = false;
   DType dtype = kF32;
@@ -197,7 +198,10 @@ Trained train(const MakeTraining& make, const Way& way) {
     for (int64_t micro = 0; micro < way.micro_batches; ++micro) {
       window.push_back(batch_of((step * way.micro_batches + micro) * data_ranks + data_rank));
     }
-    const Tensor loss = pipeline.step(window, training.loss, {.weights = way.weights});
+    const std::vector<double>& weights =
+        way.weights_of_ranks.empty() ? way.weights
+                                     : way.weights_of_ranks.at(static_cast<size_t>(data_rank));
+    const Tensor loss = pipeline.step(window, training.loss, {.weights = weights});
     trained.losses.push_back(loss.item());
     trained.norms.push_back(accelerator.clip_grad_norm(training.model->parameters(), 0.5).item());
     optimizer->step();
@@ -354,12 +358,11 @@ TEST(PipelineTraining, FrozenStagesSendNoGradients) {
 TEST(PipelineTraining, BesideDataParallelRanksGradientsAreAddedUp) {
   for (const bool tied : {false, true}) {
     const auto make = [tied] { return gpt(tied); };
-    const std::vector<double> weights = {1, 2};
     const Trained expected =
-        train_alone(make, {.micro_batches = 4, .weights = {1, 1, 2, 2}, .dtype = kF64});
+        train_alone(make, {.micro_batches = 4, .weights = {1, 3, 2, 1}, .dtype = kF64});
     compared_ranks(4, [&](int rank) {
-      const Trained own =
-          train(make, {.pp = 2, .micro_batches = 2, .weights = weights, .dtype = kF64});
+      const Trained own = train(
+          make, {.pp = 2, .micro_batches = 2, .weights_of_ranks = {{1, 2}, {3, 1}}, .dtype = kF64});
       for (size_t step = 0; step < kSteps; ++step) {
         EXPECT_NEAR(own.norms[step], expected.norms[step], 1e-11 * expected.norms[step]);
       }
