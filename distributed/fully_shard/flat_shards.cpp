@@ -50,7 +50,7 @@ FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<Sha
     if (param.shard.is_meta() && !MetaMemoryGuard::holds()) {
       part = raw::empty(part.shape(), dtype_, device_);  // by itself, as in RowShards
     } else {
-      copy_(raw::alias(param.whole), raw::alias(param.shard));
+      copy_(part_view(run_, param.shape, offsets_[i]), raw::alias(param.shard));
       if (is_offloaded()) copy_(part, own_part(i));
     }
     become_shard(param, part,

@@ -71,12 +71,8 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
   for (const nn::ModuleBase* module : modules) {
     TS_CHECK_AS(ConfigError, module != nullptr, where, "got a null pointer for one of ",
                 modules.size(), " modules; give modules that exist");
-  }
-  let_go_of_local_parts(modules);
-  for (const nn::ModuleBase* module : modules) {
-    TS_CHECK_AS(ConfigError, ShardedModules::current().find(*module) == nullptr, where, "'",
-                module->dotted_name(), "' (", module->type_name(),
-                ") has a unit already; call it once for a module");
+    TS_CHECK_AS(ConfigError, !is_sharded(*module), where, "'", module->dotted_name(), "' (",
+                module->type_name(), ") has a unit already; call it once for a module");
   }
   auto unit = std::make_shared<ShardUnit>();
   unit->name = modules.front()->dotted_name();
@@ -111,6 +107,7 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
           ", broadcast_buffers ", options.broadcast_buffers, ", offload ",
           words_of(options.offload_policy)));
   place_shards(params, options.shard_placement, unit->ranks.shards->size());
+  let_go_of_local_parts(modules);
   for (std::vector<ShardedParam>& list : by_dtype(std::move(params))) {
     const DType own = list.front().shard.dtype();
     GroupDTypes dtypes{.gradient_dtype = options.gradient_dtype};

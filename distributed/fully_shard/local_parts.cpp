@@ -107,6 +107,11 @@ void keep_local_parts(nn::ModuleBase& model, Mesh& mesh) {
   install_unit(unit);
 }
 
+bool is_sharded(const nn::ModuleBase& module) {
+  const auto unit = ShardedModules::current().find(module);
+  return unit != nullptr && unit->alone == nullptr;
+}
+
 void let_go_of_local_parts(const std::vector<nn::ModuleBase*>& modules) {
   ParameterPlaces places;
   for (nn::ModuleBase* module : modules) {

@@ -31,6 +31,8 @@ class LocalParts final : public ParamGroup {
 
 // Makes the unit of all parameters of the model, which are DTensors over `mesh`.
 void keep_local_parts(nn::ModuleBase& model, Mesh& mesh);
+// Whether the module has a unit that is no such one.
+bool is_sharded(const nn::ModuleBase& module);
 // Dissolves the units that keep parameters of these modules so. Their parameters stay DTensors.
 void let_go_of_local_parts(const std::vector<nn::ModuleBase*>& modules);
 

@@ -107,6 +107,7 @@ void check_free(const Tensor* place, const std::string& name, std::string_view w
               "' belongs to a Replica, which reduces whole gradients; let it go first");
   if (!is_dtensor(*place)) return;
   const Owner owner = owner_of(place);
+  if (owner.unit != nullptr && owner.unit->alone) return;  // which lets it go
   TS_CHECK_AS(ConfigError, !owner.at_this_place, where, "'", name, "' belongs to ",
               owner.unit->title(),
               " already, which was sharded before; shard inner modules first, then what holds "
@@ -171,6 +172,7 @@ std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std
   check_apart(modules, where);
   ParameterPlaces taken;
   for (const auto& unit : units_under(modules)) {
+    if (unit->alone) continue;
     for (const auto& part : unit->parts) {
       for (const ShardedParam& param : part->params()) {
         taken.insert(param.places.begin(), param.places.end());

@@ -35,12 +35,12 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
   TS_CHECK_AS(ConfigError, options.stage == 1 || options.stage == 2, where,
               "has the stages 1 and 2; got ", options.stage,
               "; stage 3, which shards parameters too, is fully_shard()");
-  let_go_of_local_parts({&model});
-  TS_CHECK_AS(ConfigError, ShardedModules::current().find(model) == nullptr, where, "'",
-              model.type_name(), "' is sharded already; call it once for a model");
-  if (const auto inner = units_under({&model}); !inner.empty()) {
-    TS_THROW(ConfigError, where, inner.front()->title(), " of '", model.type_name(),
-             "' is sharded already by fully_shard(); take one mode for a model");
+  TS_CHECK_AS(ConfigError, !is_sharded(model), where, "'", model.type_name(),
+              "' is sharded already; call it once for a model");
+  for (const auto& inner : units_under({&model})) {
+    TS_CHECK_AS(ConfigError, inner->alone != nullptr, where, inner->title(), " of '",
+                model.type_name(),
+                "' is sharded already by fully_shard(); take one mode for a model");
   }
   TS_CHECK_AS(ConfigError, mesh.axes().size() == 1, where, "takes a mesh of one axis; got ",
               mesh.describe(), "; take a sub-mesh, mesh.submesh({...})");
@@ -67,6 +67,7 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
           words_of(options.gradient_dtype), ", average ", words_of(options.average), ", init_sync ",
           options.init_sync, ", broadcast_buffers ", options.broadcast_buffers, ", offload ",
           words_of(options.offload_policy)));
+  let_go_of_local_parts({&model});
   // What is not trained stays whole, as the other ranks have it.
   std::erase_if(params, [&](const ShardedParam& param) {
     if (param.shard.requires_grad()) return false;

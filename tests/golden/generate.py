@@ -17,6 +17,7 @@ import model_cases
 import muon_cases
 import op_cases
 import power_sgd_cases
+import tensor_parallel_cases
 import tokenizer_cases
 import torch_files
 import training_cases
@@ -32,6 +33,7 @@ if __name__ == "__main__":
     llama_cases.write_all()
     decoder_cases.write_all()
     power_sgd_cases.write_all()
+    tensor_parallel_cases.write_all()
     muon_cases.write_all()
     layer_cases.write_all()
     transform_cases.write_all()
