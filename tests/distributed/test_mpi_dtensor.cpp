@@ -1,10 +1,13 @@
 // Meshes and DTensors over processes: the values, gradients and calls of rank threads.
 // ctest ranks: 2 4
 // ctest own program: MPI is begun for all of its tests
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/optim/clip.h>
 
 #include "distributed/dtensor_fixture.h"
 #include "distributed/mpi_world.h"
+#include "parallel/divided_training.h"
 
 namespace tessera::distributed::test_mpi_dtensor {
 namespace {
@@ -59,6 +62,32 @@ TEST_F(MpiRanks, TheNormOfPartsIsThatOfTheWhole) {
 }
 
 [[maybe_unused]] const auto* const kWorld = testing::AddGlobalTestEnvironment(new MpiWorld);
+
+// tp of 2 beside data ranks, over processes: what one process trains.
+TEST_F(MpiRanks, ATensorParallelModelUnderFullyShardTrainsAsInOneProcess) {
+  const int data_ranks = world_size() / 2;
+  const auto train = [](const Training& training, int own, int all, double share) {
+    const auto optimizer = adamw(training.model->named_parameters());
+    std::vector<double> norms;
+    for (int step = 0; step < 3; ++step) {
+      for (int i = own; i < own + all; ++i) {
+        (training.loss(batch_of(step * 4 + i)) * Scalar(share)).backward();
+      }
+      norms.push_back(optim::clip_grad_norm(training.model->parameters(), 0.5).item());
+      optimizer->step();
+      optimizer->zero_grad();
+    }
+    return std::pair(norms, wholes_of(*training.model, false));
+  };
+  const auto [norms, parameters] = train(gpt(), 0, data_ranks, 1.0 / data_ranks);
+  Mesh mesh(world(), {{"dp_shard", -1}, {"tp", 2}});
+  const Training training = gpt();
+  parallelize_module(*training.model, mesh["tp"], {.sequence = true});
+  fully_shard(*training.model, mesh["dp_shard"]);
+  const auto [own_norms, own_parameters] = train(training, mesh.coordinate("dp_shard"), 1, 1);
+  for (size_t i = 0; i < norms.size(); ++i) EXPECT_NEAR(own_norms[i], norms[i], 1e-11 * norms[i]);
+  expect_close(own_parameters, parameters, 1e-11, "parameter");
+}
 
 }  // namespace
 }  // namespace tessera::distributed::test_mpi_dtensor
