@@ -178,8 +178,8 @@ Tensor dropped(const Tensor& weights, const kernels::AttentionSpec& spec) {
   const int64_t H = weights.size(1), T = weights.size(2), S = weights.size(3);
   kernels::DrawPlace place;
   if (spec.place.is_part()) {
-    const auto [first, heads, queries] = kernels::draws_of(spec.place, H, T, S);
-    place = {.first = first,
+    const auto [first_row, heads, queries] = kernels::draws_of(spec.place, H, T);
+    place = {.first = first_row * S,
              .levels = 3,
              .sizes = {weights.size(0), H, T * S},
              .strides = {heads * queries * S, queries * S, 1}};

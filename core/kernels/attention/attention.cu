@@ -185,13 +185,19 @@ TS_DEVICE A row_reduce(A value, const Op& op) {
   return value;
 }
 
-// What dropout multiplies a probability with. stream: p.stream.now(), in shared memory where
-// registers are short.
+// What dropout draws by, in shared memory since registers are short.
+struct Drawing {
+  RandomStream stream;  // TiledAttention::stream, now
+  AttentionDraws draws;
+};
+
+// What dropout multiplies a probability with.
 template <class A>
 TS_DEVICE A kept(const TiledAttention& p, int64_t b, int64_t h, int64_t t, int64_t s,
-                 const RandomStream* stream) {
+                 const Drawing* drawing) {
   if (p.dropout <= 0) return A(1);
-  const int64_t element = p.number_of(b, h, t, s);
+  const int64_t element = number_of(drawing->draws, p.S, b, h, t, s);
+  const RandomStream* const stream = &drawing->stream;
   const auto drawn = philox4x32(stream->seed, stream->stream, static_cast<uint64_t>(element) / 4);
   const int64_t place = element % 4;  // not an index: the draw stays in registers
   const uint32_t bits =
@@ -202,8 +208,10 @@ TS_DEVICE A kept(const TiledAttention& p, int64_t b, int64_t h, int64_t t, int64
 }
 
 // All threads of the block call it.
-TS_DEVICE void settle_stream(const TiledAttention& p, RandomStream* settled) {
-  if (threadIdx.x == 0) *settled = p.stream.now();
+template <int Panels>
+TS_DEVICE void settle(const TiledAttention& p, Drawing* settled) {
+  const RandomStream fixed{p.stream.seed, p.stream.stream};
+  if (threadIdx.x == 0) *settled = {Panels == 1 ? p.stream.now() : fixed, p.draws};
   __syncthreads();
 }
 
@@ -215,10 +223,8 @@ __global__ void __launch_bounds__(kBlock)
   using A = Compute<T>;
   A* const operands = gpu::dynamic_shared<A>();
   A* const weights = operands + kOperands;
-  TS_SHARED(RandomStream, settled, 1);
-  const RandomStream fixed{p.stream.seed, p.stream.stream};
-  const RandomStream* const stream = Panels == 1 ? settled : &fixed;
-  if constexpr (Panels == 1) settle_stream(p, settled);
+  TS_SHARED(Drawing, drawing, 1);
+  settle<Panels>(p, drawing);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
@@ -255,7 +261,7 @@ __global__ void __launch_bounds__(kBlock)
         scores[i][j] = sees_none ? A(0) : math::exp(scores[i][j] - above);
         sum += scores[i][j];
         if (p.dropout > 0 && scores[i][j] != A(0)) {
-          scores[i][j] *= kept<A>(p, b, h, t, s0 + tx + j * kSide, stream);
+          scores[i][j] *= kept<A>(p, b, h, t, s0 + tx + j * kSide, drawing);
         }
       }
       total[i] = total[i] * shrink + row_reduce(sum, gpu::Plus{});
@@ -305,10 +311,8 @@ __global__ void __launch_bounds__(kBlock)
   using A = Compute<T>;
   A* const operands = gpu::dynamic_shared<A>();
   A* const weights = operands + kOperands;
-  TS_SHARED(RandomStream, settled, 1);
-  const RandomStream fixed{p.stream.seed, p.stream.stream};
-  const RandomStream* const stream = Panels == 1 ? settled : &fixed;
-  if constexpr (Panels == 1) settle_stream(p, settled);
+  TS_SHARED(Drawing, drawing, 1);
+  settle<Panels>(p, drawing);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
@@ -337,7 +341,7 @@ __global__ void __launch_bounds__(kBlock)
       for (int j = 0; j < kEach; ++j) {
         const int64_t t = t0 + ty * kEach + i, s = s0 + tx + j * kSide;
         const A weight = math::exp(score_of(p, scores[i][j], S, b, h, t, s) - log_sum[i]);
-        if (p.dropout > 0 && weight != A(0)) grads[i][j] *= kept<A>(p, b, h, t, s, stream);
+        if (p.dropout > 0 && weight != A(0)) grads[i][j] *= kept<A>(p, b, h, t, s, drawing);
         grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] - delta[i]);
       }
     }
@@ -359,10 +363,8 @@ __global__ void __launch_bounds__(kBlock)
   using A = Compute<T>;
   A* const operands = gpu::dynamic_shared<A>();
   A* const weights = operands + kOperands;
-  TS_SHARED(RandomStream, settled, 1);
-  const RandomStream fixed{p.stream.seed, p.stream.stream};
-  const RandomStream* const stream = Panels == 1 ? settled : &fixed;
-  if constexpr (Panels == 1) settle_stream(p, settled);
+  TS_SHARED(Drawing, drawing, 1);
+  settle<Panels>(p, drawing);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const int64_t Hk = p.H / p.group;
   const auto [b, hk, s0] = place_of<kTile>(Hk, p.S, false);
@@ -391,7 +393,7 @@ __global__ void __launch_bounds__(kBlock)
         for (int i = 0; i < kEach; ++i) {
           const int64_t s = s0 + ty * kEach + i;
           const A weight = math::exp(score_of(p, scores[i][j], S, b, h, t, s) - log_sum);
-          const A keep = p.dropout > 0 && weight != A(0) ? kept<A>(p, b, h, t, s, stream) : A(1);
+          const A keep = p.dropout > 0 && weight != A(0) ? kept<A>(p, b, h, t, s, drawing) : A(1);
           grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] * keep - delta);
           scores[i][j] = weight * keep;
         }

@@ -57,15 +57,14 @@ struct AttentionSpec {
   AttentionPolicy policy = {};
 };
 
-// Number of element (b, h, t, s): first + ((b heads + h) queries + t) S + s.
+// Which number each probability draws.
 struct AttentionDraws {
-  int64_t first = 0, heads = 0, queries = 0;
+  int64_t first_row = 0, heads = 0, queries = 0;
 };
-inline AttentionDraws draws_of(const AttentionPlace& place, int64_t heads, int64_t queries,
-                               int64_t keys) {
+inline AttentionDraws draws_of(const AttentionPlace& place, int64_t heads, int64_t queries) {
   if (!place.is_part()) return {0, heads, queries};
-  const int64_t rows = (place.batch * place.heads + place.head) * place.queries + place.query;
-  return {rows * keys, place.heads, place.queries};
+  return {(place.batch * place.heads + place.head) * place.queries + place.query, place.heads,
+          place.queries};
 }
 
 struct AttentionResult {

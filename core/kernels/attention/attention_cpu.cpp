@@ -37,7 +37,7 @@ AttentionProblem problem_of(const Tensor& query, const Tensor& key, const Tensor
   problem.causal = spec.causal;
   problem.dropout = spec.dropout;
   problem.stream = spec.stream;
-  problem.draws = draws_of(spec.place, problem.H, problem.T, problem.S);
+  problem.draws = draws_of(spec.place, problem.H, problem.T);
   problem.has_mask = spec.mask.defined();
   if (problem.has_mask) {
     problem.mask = view_of(spec.mask);

@@ -84,9 +84,9 @@ void read_mask(const AttentionProblem& p, int64_t batch, int64_t head, int64_t t
 template <class A>
 void draw_dropout(const AttentionProblem& p, int64_t batch, int64_t head, int64_t t, int64_t first,
                   int64_t count, A* row, int64_t stride) {
-  const int64_t query = (batch * p.draws.heads + head) * p.draws.queries + p.first_query + t;
-  const uint64_t start =
-      static_cast<uint64_t>(p.draws.first + query * p.all_S + p.first_key + first);
+  const int64_t query =
+      p.draws.first_row + (batch * p.draws.heads + head) * p.draws.queries + p.first_query + t;
+  const uint64_t start = static_cast<uint64_t>(query * p.all_S + p.first_key + first);
   const float probability = static_cast<float>(p.dropout);
   const A kept = static_cast<A>(p.dropout < 1 ? 1 / (1 - p.dropout) : 0);
   uint32_t numbers[4];

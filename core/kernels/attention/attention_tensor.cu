@@ -142,7 +142,7 @@ struct KeptInRow {
 TS_DEVICE KeptInRow kept_in_row(const TiledAttention& p, int64_t b, int64_t h, int64_t t,
                                 int64_t s0, int part) {
   constexpr int kRun = kTile / kLanes;
-  const int64_t first = p.number_of(b, h, t, s0 + part * kRun);
+  const int64_t first = number_of(p.draws, p.S, b, h, t, s0 + part * kRun);
   const uint32_t own = kept_run(p, first, kRun);
   const uint32_t other = __shfl_xor_sync(gpu::kAllLanes, own, 1);
   return {(part == 0 ? own : other) >> part, (part == 0 ? other : own) >> part};
@@ -163,7 +163,7 @@ TS_DEVICE KeptInColumns kept_in_columns(const TiledAttention& p, int64_t b, int6
   uint32_t bits = 0;
   TS_ROLLED
   for (int column = lane; column < kTile; column += gpu::kWarp) {
-    const int64_t first = p.number_of(b, h, t0 + column, s0);
+    const int64_t first = number_of(p.draws, p.S, b, h, t0 + column, s0);
     bits |= kept_run(p, first, kFragment) << column / gpu::kWarp * kFragment;
   }
   return {bits};

@@ -32,6 +32,12 @@ HeadsView<T> view_of(const Tensor& x) {
   return {x.data_as<T>(), x.stride(0), x.stride(1), x.stride(2), x.stride(3), vectors};
 }
 
+// Of probability (b, h, t, s) of S keys.
+TS_DEVICE int64_t number_of(const AttentionDraws& draws, int64_t S, int64_t b, int64_t h, int64_t t,
+                            int64_t s) {
+  return (draws.first_row + (b * draws.heads + h) * draws.queries + t) * S + s;
+}
+
 struct TiledAttention {
   int64_t H, group, T, S, E, Ev;  // group: query heads of a key head
   double scale, dropout;
@@ -42,9 +48,6 @@ struct TiledAttention {
   const int32_t* lengths;  // of each sample's keys, in [1, S]; nullptr: all have S
   MovableStream stream;
   AttentionDraws draws;
-  TS_DEVICE int64_t number_of(int64_t b, int64_t h, int64_t t, int64_t s) const {
-    return draws.first + ((b * draws.heads + h) * draws.queries + t) * S + s;
-  }
   TS_DEVICE int64_t keys_of(int64_t b) const { return lengths != nullptr ? lengths[b] : S; }
 };
 
@@ -128,7 +131,7 @@ inline TiledAttention problem_of(const Tensor& query, const Tensor& key, const T
       .mask = {},
       .lengths = lengths.defined() ? lengths.data_as<int32_t>() + query.size(0) : nullptr,
       .stream = movable(spec.stream),
-      .draws = draws_of(spec.place, query.size(1), query.size(2), key.size(2))};
+      .draws = draws_of(spec.place, query.size(1), query.size(2))};
   if (p.has_mask) {
     const int64_t bytes = size_of(spec.mask.dtype());
     p.mask_dtype = spec.mask.dtype();
