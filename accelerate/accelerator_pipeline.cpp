@@ -1,7 +1,6 @@
 // Steps by pipeline stages: what a window of micro-batches is there, and what ranks tell each other
 // when its last backward has ended.
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <unordered_set>
 #include <utility>
@@ -14,6 +13,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/broadcast.h>
@@ -173,7 +173,7 @@ std::string Pipeline::describe() const {
   const auto count = static_cast<int>(micro_batches());
   const distributed::Timing timing = distributed::simulate(impl_->table(*staged, count));
   char text[160];
-  std::snprintf(
+  plain_snprintf(
       text, sizeof text,
       "%d stages on %d ranks, %d micro-batches: a bubble of %.1f%% of the step%s\n",
       staged->stages(), staged->ranks(), count, 100 * timing.bubble,

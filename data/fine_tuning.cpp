@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::string_view kFineTuning = "FineTuningDataset";
 
-using Json = nlohmann::ordered_json;  // templates show objects in their order
+using OrderedJson = nlohmann::ordered_json;  // templates show objects in their order
 
 // The text of an example, and where its answers are.
 struct MarkedText {
@@ -34,12 +34,12 @@ class Line {
        const FineTuningOptions& options)
       : place_(std::move(place)), tokenizer_(tokenizer), options_(options), chat_(options.chat) {
     std::string why;
-    json_ = parse_bounded_json<Json>(text, place_, &why);
+    json_ = parse_bounded_json<OrderedJson>(text, place_, &why);
     require(!json_.is_discarded(), "must be a JSON object: ", replace_invalid_utf8(why));
     require(json_.is_object(), "must be a JSON object; it is a ", json_.type_name());
     for (auto [name, option] :
          {std::pair("tools", &chat_.tools), std::pair("documents", &chat_.documents)}) {
-      const Json* const value = field(name);
+      const OrderedJson* const value = field(name);
       if (value == nullptr) continue;
       require(value->is_array(), "has '", name, "', which must be an array");
       *option = value->dump();
@@ -47,8 +47,8 @@ class Line {
   }
 
   MarkedText marked() const {
-    if (const Json* const messages = field("messages")) return of_messages(*messages, 0);
-    const Json *const prompt = field("prompt"), *const completion = field("completion");
+    if (const OrderedJson* const messages = field("messages")) return of_messages(*messages, 0);
+    const OrderedJson *const prompt = field("prompt"), *const completion = field("completion");
     require(prompt != nullptr && completion != nullptr,
             "must have 'messages', or 'prompt' and 'completion'; it has neither");
     if (prompt->is_string() && completion->is_string()) {
@@ -56,8 +56,8 @@ class Line {
     }
     require(prompt->is_array() && completion->is_array(),
             "must have two texts or two lists of messages in 'prompt' and 'completion'");
-    Json all = *prompt;
-    for (const Json& message : *completion) all.push_back(message);
+    OrderedJson all = *prompt;
+    for (const OrderedJson& message : *completion) all.push_back(message);
     return of_messages(all, prompt->size());
   }
 
@@ -66,7 +66,7 @@ class Line {
   void require(bool holds, const Parts&... parts) const {
     TS_CHECK_AS(FormatError, holds, kFineTuning, place_, " ", parts..., "; correct the line.");
   }
-  const Json* field(const char* name) const {
+  const OrderedJson* field(const char* name) const {
     const auto found = json_.find(name);
     return found == json_.end() || found->is_null() ? nullptr : &*found;
   }
@@ -84,24 +84,24 @@ class Line {
     return result;
   }
 
-  std::string rendered(const Json& messages, bool prompts) const {
+  std::string rendered(const OrderedJson& messages, bool prompts) const {
     ChatOptions chat = chat_;
     chat.add_generation_prompt = prompts;
     return tokenizer_.render_chat(messages.dump(), chat).text;
   }
 
   // `first`: messages before it are no answers.
-  MarkedText of_messages(const Json& messages, size_t first) const {
+  MarkedText of_messages(const OrderedJson& messages, size_t first) const {
     require(messages.is_array() && !messages.empty(), "must have messages in a list, at least one");
     ChatOptions chat = chat_;
     chat.add_generation_prompt = false;
     RenderedChat whole = tokenizer_.render_chat(messages.dump(), chat);
     MarkedText result{std::move(whole.text), std::move(whole.generated), false};
     if (tokenizer_.marks_generation(chat) || !options_.answers_only) return result;
-    Json so_far = Json::array();
+    OrderedJson so_far = OrderedJson::array();
     for (size_t i = 0; i < messages.size(); ++i) {
       const bool answers = i >= first && messages[i].is_object() &&
-                           messages[i].value("role", Json()) == Json("assistant");
+                           messages[i].value("role", OrderedJson()) == OrderedJson("assistant");
       if (answers && i > 0) result.answers.push_back(answer(result.text, so_far, messages[i]));
       so_far.push_back(messages[i]);
     }
@@ -126,9 +126,10 @@ class Line {
     return end;
   }
 
-  CharacterSpan answer(const std::string& whole, const Json& before, const Json& message) const {
+  CharacterSpan answer(const std::string& whole, const OrderedJson& before,
+                       const OrderedJson& message) const {
     const std::string prompt = rendered(before, true);
-    Json with = before;
+    OrderedJson with = before;
     with.push_back(message);
     const std::string until = rendered(with, false);
     const size_t end = common_end(whole, until);
@@ -157,7 +158,7 @@ class Line {
   const PretrainedTokenizer& tokenizer_;
   const FineTuningOptions& options_;
   ChatOptions chat_;
-  Json json_;
+  OrderedJson json_;
 };
 
 TokenId padding_id(const PretrainedTokenizer& tokenizer) {

@@ -1,7 +1,7 @@
 // Rows of packed documents for language models: several documents in each row of `context` tokens,
 // as many as fit, instead of one and padding.
 //
-//     auto documents = std::make_shared<data::TokenDocuments>(tokens, end_of_text);
+//     auto documents = std::make_shared<data::TokenDocuments>(tokens, 50256);
 //     data::PackedDataset packed(documents, {.context = 1024});
 //     data::DataLoader loader(packed, {.batch_size = 8, .shuffle = true, .workers = 1});
 //     for (auto& batch : loader) {

@@ -348,7 +348,7 @@ WeightPlace WeightPlace::parse(std::string_view text) {
 }
 
 std::string WeightPlace::describe() const {
-  return is_disk() ? "disk" : detail::concatenate(*device_);
+  return is_disk() ? "disk" : tessera::detail::concatenate(*device_);
 }
 
 MemoryLimit::MemoryLimit(WeightPlace at, std::string_view limit)

@@ -13,9 +13,9 @@ namespace {
 
 void write_text(std::string_view text, bool ensure_ascii, std::string& out) {
   const auto escape = [&](unsigned unit) {
-    char escaped[8];
-    std::snprintf(escaped, sizeof escaped, "\\u%04x", unit);
-    out += escaped;
+    constexpr std::string_view kDigits = "0123456789abcdef";
+    out += "\\u";
+    for (int shift = 12; shift >= 0; shift -= 4) out += kDigits[unit >> shift & 15];
   };
   out += '"';
   for (size_t i = 0; i < text.size();) {

@@ -16,6 +16,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/factory/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/placement.h>
@@ -26,7 +27,7 @@
 namespace tessera::distributed {
 namespace {
 
-constexpr std::string_view kPipeline = "pipeline";
+constexpr std::string_view kStages = "pipeline";
 
 // What products of a token are proportional to, in the modules of an order.
 std::vector<double> arithmetic_of(nn::ModuleBase& model) {
@@ -59,7 +60,7 @@ Tensor meta_of(const Tensor& x) {
 std::vector<std::string> even_cuts(nn::ModuleBase& model, std::span<nn::ModuleBase* const> blocks,
                                    int stages) {
   const auto count = static_cast<size_t>(stages);
-  TS_CHECK_AS(ConfigError, blocks.size() >= count, kPipeline,
+  TS_CHECK_AS(ConfigError, blocks.size() >= count, kStages,
               "pp_size x pp_stages_per_rank asks for ", stages, " stages, and ", model.type_name(),
               " has ", blocks.size(),
               " blocks to begin them with; take fewer stages, or name modules in pp_cuts");
@@ -218,10 +219,10 @@ void StagedModel::Impl::deal(const StagingOptions& options) {
   for (const std::string& cut : options.cuts) {
     const auto found = std::ranges::find(modules, cut, &nn::NamedModule::name);
     std::string last = modules.back().name;
-    TS_CHECK_AS(ConfigError, found != modules.end() && !cut.empty(), kPipeline, "the cut '", cut,
+    TS_CHECK_AS(ConfigError, found != modules.end() && !cut.empty(), kStages, "the cut '", cut,
                 "' names no module of ", model->type_name(), ", whose names are like '", last, "'");
     const auto index = static_cast<size_t>(found - modules.begin());
-    TS_CHECK_AS(ConfigError, begins.empty() || index > begins.back(), kPipeline, "the cut '", cut,
+    TS_CHECK_AS(ConfigError, begins.empty() || index > begins.back(), kStages, "the cut '", cut,
                 "' does not come after '", modules[begins.empty() ? 0 : begins.back()].name,
                 "' in ", model->type_name(), "; name cuts once each, in the model's order");
     begins.push_back(index);
@@ -240,7 +241,7 @@ void StagedModel::Impl::deal(const StagingOptions& options) {
     return stage_of.at(dot == std::string::npos ? std::string() : name.substr(0, dot));
   };
   for (const NamedTensor& named : model->named_parameters()) {
-    TS_CHECK_AS(ConfigError, element_guard(named.tensor) == nullptr, kPipeline, "'", named.name,
+    TS_CHECK_AS(ConfigError, element_guard(named.tensor) == nullptr, kStages, "'", named.name,
                 "' is ", named.tensor,
                 ": it was divided before; deal a model over stages before other ways of sharding");
     parameters.push_back({named.name, named.tensor, {}});
@@ -313,7 +314,7 @@ StagedModel::StagedModel(nn::ModuleBase& model, Mesh* mesh, const StagingOptions
   impl.ranks = mesh == nullptr ? 1 : mesh->size("pp");
   impl.rank = mesh == nullptr ? 0 : mesh->coordinate("pp");
   impl.stages = impl.ranks * options.stages_per_rank;
-  TS_CHECK_AS(ConfigError, std::ssize(options.cuts) == impl.stages - 1, kPipeline, impl.ranks,
+  TS_CHECK_AS(ConfigError, std::ssize(options.cuts) == impl.stages - 1, kStages, impl.ranks,
               " ranks with ", options.stages_per_rank, " stages each take ", impl.stages - 1,
               " cuts; got ", options.cuts.size(),
               "; a cut is the name of the module with which a further stage begins");
@@ -379,9 +380,9 @@ std::string StagedModel::describe() const {
   for (int stage = 0; stage < impl.stages; ++stage) {
     const auto at = static_cast<size_t>(stage);
     char numbers[96];
-    std::snprintf(numbers, sizeof numbers, ": %.1f MB of parameters, %.0f%% of the arithmetic\n",
-                  static_cast<double>(bytes[at]) / 1e6,
-                  total > 0 ? 100 * impl.arithmetic[at] / total : 0.0);
+    plain_snprintf(numbers, sizeof numbers, ": %.1f MB of parameters, %.0f%% of the arithmetic\n",
+                   static_cast<double>(bytes[at]) / 1e6,
+                   total > 0 ? 100 * impl.arithmetic[at] / total : 0.0);
     text += "stage " + std::to_string(stage) + " on rank " + std::to_string(impl.rank_of(stage)) +
             ", from " + (stage == 0 ? "the inputs" : "'" + impl.cuts[at - 1] + "'") + numbers;
   }
@@ -422,7 +423,7 @@ TensorList StagedModel::Impl::Call::resolved(const Op& op, std::span<const Tenso
 
 void StagedModel::Impl::at_cut(int stage, nn::TensorRefs inputs) {
   if (current == nullptr) {
-    TS_CHECK_AS(ConfigError, !in_backward, kPipeline, "the cut '",
+    TS_CHECK_AS(ConfigError, !in_backward, kStages, "the cut '",
                 cuts[static_cast<size_t>(stage - 1)],
                 "' lies inside of a module whose calls are recomputed in backward; cut at that "
                 "module, or recompute smaller ones");
@@ -431,15 +432,14 @@ void StagedModel::Impl::at_cut(int stage, nn::TensorRefs inputs) {
   Call& call = *current;
   using Phase = Call::Phase;
   const auto twice = [&](bool again) {
-    TS_CHECK_AS(ConfigError, !again, kPipeline, "the module '",
-                cuts[static_cast<size_t>(stage - 1)],
+    TS_CHECK_AS(ConfigError, !again, kStages, "the module '", cuts[static_cast<size_t>(stage - 1)],
                 "' is called several times for a micro-batch, and a cut is passed once; cut "
                 "elsewhere");
   };
   if (stage == call.stage) {
     twice(call.phase != Phase::kBefore);
     call.phase = Phase::kStage;
-    TS_CHECK_AS(ConfigError, inputs.size() == call.received.size(), kPipeline, "'",
+    TS_CHECK_AS(ConfigError, inputs.size() == call.received.size(), kStages, "'",
                 cuts[static_cast<size_t>(stage - 1)], "' has ", inputs.size(),
                 " tensors as arguments here and ", call.received.size(),
                 " on the rank before; ranks call it alike");
@@ -447,7 +447,7 @@ void StagedModel::Impl::at_cut(int stage, nn::TensorRefs inputs) {
       Tensor& given = *inputs[i];
       const Tensor& value = call.received[i];
       TS_CHECK_SHAPE(!given.defined() || !value.defined() || given.shape() == value.shape(),
-                     kPipeline, "argument ", i, " of '", cuts[static_cast<size_t>(stage - 1)],
+                     kStages, "argument ", i, " of '", cuts[static_cast<size_t>(stage - 1)],
                      "' is ", given, " here, and what the stage before sends is ", value,
                      "; all ranks of a pipeline read the same batches");
       if (given.defined() && value.defined()) call.meanings.emplace_back(given, value);
@@ -455,7 +455,7 @@ void StagedModel::Impl::at_cut(int stage, nn::TensorRefs inputs) {
     }
   } else if (stage == call.stage + 1) {
     twice(call.phase == Phase::kBehind);
-    TS_CHECK_AS(ConfigError, call.phase == Phase::kStage, kPipeline, "'",
+    TS_CHECK_AS(ConfigError, call.phase == Phase::kStage, kStages, "'",
                 cuts[static_cast<size_t>(stage - 1)], "' is called before '",
                 cuts[static_cast<size_t>(call.stage - 1)],
                 "'; give cuts in the order of their calls");
@@ -467,7 +467,7 @@ void StagedModel::Impl::at_cut(int stage, nn::TensorRefs inputs) {
       }
       if (input->is_meta()) {
         const Tensor value = call.meaning_of(*input);
-        TS_CHECK_AS(DeviceError, value.defined(), kPipeline, "an argument of '",
+        TS_CHECK_AS(DeviceError, value.defined(), kStages, "an argument of '",
                     cuts[static_cast<size_t>(stage - 1)], "' is ", *input, " in ",
                     title(call.stage),
                     ", and another stage calculates it: it crosses the cut unseen; cut elsewhere");
@@ -502,7 +502,7 @@ std::vector<Tensor> StagedModel::Impl::Stage::forward(int micro, std::span<const
   }
   const auto missed = [&](int stage) {
     TS_THROW(
-        ConfigError, kPipeline, "the call of ", all.model->type_name(), " ended without one of '",
+        ConfigError, kStages, "the call of ", all.model->type_name(), " ended without one of '",
         all.cuts[static_cast<size_t>(stage - 1)], "', with which stage ", stage,
         " begins; the loss comes from the last stage, and each module at a cut is called once");
   };
@@ -510,7 +510,7 @@ std::vector<Tensor> StagedModel::Impl::Stage::forward(int micro, std::span<const
   const bool is_last = number + 1 == all.stages;
   if (!is_last && call->phase == Call::Phase::kStage) missed(number + 1);
   if (is_last) {
-    TS_CHECK_AS(ConfigError, loss.defined() && !loss.is_meta(), kPipeline,
+    TS_CHECK_AS(ConfigError, loss.defined() && !loss.is_meta(), kStages,
                 "the loss does not come from the last stage (", all.title(number),
                 "); return what ", all.model->type_name(), "'s results lead to");
   }
@@ -572,7 +572,7 @@ void StagedModel::Impl::begin() {
       }
       continue;
     }
-    TS_CHECK_AS(UnsupportedError, place.place->is(place.outside), kPipeline, "a parameter of ",
+    TS_CHECK_AS(UnsupportedError, place.place->is(place.outside), kStages, "a parameter of ",
                 model->type_name(), " was replaced by ", *place.place,
                 "; copy_() values into the parameters of a model that is dealt over stages");
     place.meta.set_requires_grad(place.outside.requires_grad());

@@ -1,6 +1,6 @@
 // A model whose modules are dealt over the stages of a pipeline.
 //
-//     ParallelDims dims(world(), {.pp = 2});
+//     ParallelDims dims(world(), {.pp = 2, .dp_shard = 1});
 //     StagedModel staged(model, &dims.mesh(), {.cuts = {"transformer.h.6"}});
 //     staged.describe();
 //
