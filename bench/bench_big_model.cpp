@@ -114,7 +114,7 @@ int main(int argc, char** argv) {
   if (cold) drop_page_cache(folder);
 
   const auto start = Clock::now();
-  accelerate::LoadAndDispatchOptions options{.no_split = {"Block"}};
+  accelerate::LoadAndDispatchOptions options{.no_split = {"DecoderLayer"}};
   if (disk) options.device_map = {{"", accelerate::WeightPlace::disk()}};
   if (!max_memory.empty()) options.max_memory = accelerate::parse_max_memory(max_memory);
   const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});

@@ -2,9 +2,9 @@
 // infer_auto_device_map and what it is made of, with its results.
 //
 //     const nn::ParameterDefaultsGuard without_memory({.device = kMeta});
-//     models::Llama model(config);
+//     nn::models::Llama model({.layers = 32});
 //     const DeviceMap map = infer_auto_device_map(
-//         model, {.max_memory = {{cuda(0), "10GB"}, {kCpu, "30GB"}}, .no_split = {"LlamaBlock"}});
+//         model, {.max_memory = {{cuda(0), "10GB"}, {kCpu, "30GB"}}, .no_split = {"DecoderLayer"}});
 //     // model.embed_tokens: cuda:0, model.layers.0: cuda:0, ..., lm_head: disk
 //
 // Devices are filled in their order, GPUs first, then the processor's memory, then the disk, which

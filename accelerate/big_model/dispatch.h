@@ -2,9 +2,9 @@
 // device map says (device_map.h): Accelerate's big-model inference by its names.
 //
 //     const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});
-//     models::Llama model(models::LlamaConfig::read("folder/config.json"));
+//     nn::models::Llama model(nn::models::LlamaConfig::read("folder/config.json"));
 //     load_checkpoint_and_dispatch(model, "folder", {.max_memory = {{kCpu, "2GB"}}});
-//     Tensor logits = model(tokens).logits;
+//     Tensor logits = model(ids).logits;
 //
 // Weights on the disk are views of the mapped files: loading reads nothing. While a block of the
 // model runs, the kernel reads the pages of the one that ran after it last time; when it has

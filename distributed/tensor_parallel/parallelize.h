@@ -33,6 +33,7 @@
 // over one data rank: sharded_model() has its plan and reports. fully_shard() and zero(), over other
 // axes of the same mesh, take the parameters over and shard them once more:
 //
+//     Mesh& mesh = dims.mesh();  // of {.dp_shard = 2, .tp = 2}
 //     parallelize_module(model, mesh["tp"], {.sequence = true});
 //     for (nn::ModuleBase* block : model.blocks()) fully_shard(*block, mesh["dp_shard"]);
 //     fully_shard(model, mesh["dp_shard"]);

@@ -12,7 +12,7 @@
 
 using namespace tessera;
 
-constexpr int64_t kContext = 512;
+static constexpr int64_t kContext = 512;
 
 // Each line of the text that is not empty, as bytes, with its line end.
 struct Paragraphs : data::Dataset<data::TokenDocument> {

@@ -29,7 +29,7 @@ struct GptOutput {
 struct Gpt : nn::Module<Gpt> {
   explicit Gpt(const GptConfig& config);
   std::vector<nn::ModuleBase*> blocks();
-  GptOutput forward(const Tensor& inputs, const Tensor& targets = {});
+  GptOutput forward(const nn::TokenRows& inputs, const Tensor& targets = {});
 };
 struct EarlyStopping {
   StateDict state_dict() const;
@@ -59,6 +59,9 @@ extern Accuracy metric;
 // Of headers' examples.
 using namespace std::chrono_literals;
 extern distributed::Group& group;
+extern distributed::ParallelDims dims;
+extern const data::TokenArray tokens;
+extern data::PackedDataset packed;
 extern distributed::PipelineStage& stage;
 extern nn::Linear dense, lm_head;
 extern Tensor gradient, weight, residual, scale, predictions, losses, host;
