@@ -266,7 +266,6 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"autograd/linear_rules.h", "inside of ops"},
     {"autograd/leaf_hooks.h", "inside of sharding"},
     {"autograd/meta_inputs.h", "inside of pipelines"},
-    {"autograd/node.h", "for ops made by hand: function.h and differentiable.h are in it"},
     {"autograd/differentiable_node.h", "inside of differentiable()"},
     {"autograd/ops/", "inside of ops"},
     {"autograd/saved_tensor.h", "inside of nodes"},

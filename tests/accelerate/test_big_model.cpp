@@ -102,7 +102,7 @@ TEST(BigModel, AMapIsMadeForTheMemoryThatIsGiven) {
   const auto model = empty_model();
   const int64_t total = compute_module_sizes(*model).at("");
   const Dispatched dispatched = load_checkpoint_and_dispatch(
-      *model, saved.path(), {.max_memory = {{kCpu, total * 3 / 4}}, .no_split = {"Block"}});
+      *model, saved.path(), {.max_memory = {{kCpu, total * 3 / 4}}, .no_split = {"DecoderLayer"}});
   bool in_memory = false, on_disk = false;
   for (const auto& [name, place] : dispatched.device_map) {
     in_memory |= !place.is_disk(), on_disk |= place.is_disk();

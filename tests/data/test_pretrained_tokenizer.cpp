@@ -297,20 +297,18 @@ TEST(PretrainedTokenizer, FilesThatMakeATextGrowWithoutEndAreNamedErrors) {
 }
 
 TEST(PretrainedTokenizer, WhatIsFoundOutWhenATextComesIsNamedToo) {
-  const auto encode = [](const char* family, const char* place, const json& value,
-                         const std::string& text) {
-    json file = file_of(family);
-    file[json::json_pointer(place)] = value;
-    return [tokenizer = std::make_shared<PretrainedTokenizer>(parse(file)), text] {
-      tokenizer->encode(text);
+  const auto encode = [](json file) {
+    file["model"]["unk_token"] = "[NOWHERE]";
+    return [tokenizer = std::make_shared<PretrainedTokenizer>(parse(file))] {
+      tokenizer->encode("\u2603");
     };
   };
-  const std::string snowman = "\u2603", name = "[NOWHERE]";
+  const json characters = tests::golden_json("tokenizers/components.json")[0]["file"];
   const auto tokenizer = PretrainedTokenizer::from_pretrained(folder_of("bert"));
   const std::vector<std::string> one = {"a"}, two = {"a", "b"};
   expect_refusals({
-      {"the vocabulary lacks '[NOWHERE]'", encode("bert", "/model/unk_token", name, snowman)},
-      {"lacks '[NOWHERE]'", encode("gpt2", "/model/unk_token", name, snowman)},
+      {"the vocabulary lacks '[NOWHERE]'", encode(file_of("bert"))},
+      {"the vocabulary lacks '[NOWHERE]'", encode(characters)},
       {"a batch has at least one text", [&] { tokenizer.encode_batch({}); }},
       {"got 1 and 2", [&] { tokenizer.encode_batch(one, two); }},
   });

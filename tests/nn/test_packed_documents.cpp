@@ -181,7 +181,7 @@ TEST(PackedModels, LlamaGivesEachDocumentWhatItGivesItAlone) {
   for (const DType dtype : kDTypes) {
     manual_seed(3);
     config.window = dtype == kF32 ? 0 : 7;
-    config.first_window_layer = 1;
+    config.windowed = {false, true};
     Llama model(config);
     expect_language_model_like_alone(model, dtype, 6);
   }
