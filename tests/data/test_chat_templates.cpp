@@ -118,7 +118,8 @@ TEST(ChatTemplates, TheLanguageIsJinjas) {
 }
 
 TEST(ChatTemplates, AMessageIsContinuedWhereItEnds) {
-  for (const Json& one : golden("language.json")["continued"]) {
+  const Json file = golden("language.json");
+  for (const Json& one : file["continued"]) {
     const Chat chat = tokenizer().apply_chat_template_json(
         one["conversation"].dump(), {.continue_final_message = true,
                                      .variables = R"({"bos_token": "<s>", "eos_token": "</s>"})",
