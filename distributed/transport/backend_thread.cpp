@@ -131,7 +131,7 @@ class ThreadHub {
       position = {call->header.sequence, call->text.data()};
       error = broken_;
       if (error.empty()) {
-        complete = peer_call ? match(rank, call) : meet(rank, call, &error);
+        complete = peer_call ? match(rank, call, &error) : meet(rank, call, &error);
       }
     }
     if (!error.empty()) return call->done(distributed_error(error));
@@ -167,7 +167,8 @@ class ThreadHub {
   }
 
   // A rank that failed breaks its groups. One that ended still owes nothing to the collectives that
-  // it has joined; those that it has not cannot happen any more.
+  // it has joined and to those who receive what it has sent; other calls that need it cannot happen
+  // any more. When all have ended, nothing can: open calls would keep their group and the hub.
   void leave(int world_rank, const std::string& message, bool failed) {
     const auto place = std::ranges::find(world_ranks_, world_rank);
     if (place == world_ranks_.end()) return;
@@ -176,9 +177,19 @@ class ThreadHub {
     std::vector<CallPtr> hopeless;
     {
       const std::lock_guard lock(mutex_);
+      if (std::ranges::find(gone_, rank, &std::pair<size_t, std::string>::first) != gone_.end()) {
+        return;
+      }
       gone_.emplace_back(rank, message);
+      const bool all = gone_.size() == world_ranks_.size();
+      for (auto& [key, queue] : waiting_) {
+        const auto& [from, to, tag, sends] = key;
+        if (!all && static_cast<size_t>(sends ? to : from) != rank) continue;
+        for (CallPtr& call : queue) hopeless.push_back(std::move(call));
+        queue.clear();
+      }
       for (auto meeting = meetings_.begin(); meeting != meetings_.end();) {
-        if (meeting->second.calls[rank]) {
+        if (!all && meeting->second.calls[rank]) {
           ++meeting;
           continue;
         }
@@ -220,11 +231,16 @@ class ThreadHub {
   }
 
   // {send, recv} of a pair, once both are there.
-  std::vector<CallPtr> match(int rank, const CallPtr& call) {
+  std::vector<CallPtr> match(int rank, const CallPtr& call, std::string* error) {
     const bool sends = call->header.operation == Operation::kSend;
     const int from = sends ? rank : call->header.root, to = sends ? call->header.root : rank;
     std::deque<CallPtr>& others = waiting_[{from, to, call->tag, !sends}];
     if (others.empty()) {
+      for (const auto& [other, message] : gone_) {
+        if (other != static_cast<size_t>(call->header.root)) continue;
+        *error = message;
+        return {};
+      }
       waiting_[{from, to, call->tag, sends}].push_back(call);
       return {};
     }

@@ -57,6 +57,27 @@ TEST(Failures, ACE1_ARankThatEndsEarlyIsNamed) {
   EXPECT_EQ(raised, 2);
 }
 
+// What it sent before is received; what nobody takes keeps nothing alive (AddressSanitizer).
+TEST(Failures, ACE1_ARankThatEndedNeitherSendsNorReceives) {
+  failing_ranks("rank 1 sends once and ends", 3, [](int rank) {
+    Group& group = world();
+    if (rank == 1) {
+      group.send(full({2}, 7), 0).forget();
+      group.send(full({2}, 8), 2).forget();
+      return;
+    }
+    if (rank == 2) return;  // never receives
+    const Tensor received = zeros({2});
+    group.recv(received, 1).wait();
+    EXPECT_EQ(received.to_vector(), (std::vector<double>{7, 7}));
+    for (const auto& call : std::vector<std::function<void()>>{
+             [&] { group.recv(received, 1).wait(); }, [&] { group.send(received, 1).wait(); }}) {
+      const std::string message = message_of<DistributedError>(call);
+      EXPECT_NE(message.find("rank 1 ended"), std::string::npos) << message;
+    }
+  });
+}
+
 TEST(Failures, ACE1_ATimeoutNamesWhoIsWhereAndLeavesADump) {
   const std::string folder = testing::TempDir();
   std::latch issued(3), gave_up(4);
