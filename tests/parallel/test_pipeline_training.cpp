@@ -7,6 +7,7 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <latch>
 #include <map>
 #include <vector>
 
@@ -609,20 +610,29 @@ TEST(PipelineTraining, WhatIsNotBuiltSaysSo) {
                        "does not go with parameters in 16 bits"));
 }
 
+// A rank that is elsewhere until the other one's timeout, and one that has ended.
 TEST(PipelineTraining, ARankThatDoesNotComeIsNamedWithTheAction) {
-  std::string message;
-  distributed::failing_ranks("a rank stays away", 2, [&](int rank) {
-    Accelerator accelerator(settings_of({.pp = 2}));
-    const Training training = untied();
-    Pipeline pipeline = accelerator.pipeline(*training.model);
-    if (rank == 1) return;
-    distributed::rank_context().timeouts.collective = 0.5;
-    message = message_of<DistributedError>([&] {
-      pipeline.step(std::vector{batch_of(0), batch_of(1)}, training.loss);
+  for (const bool ended : {false, true}) {
+    std::string message;
+    std::latch over(1);
+    distributed::failing_ranks("a rank stays away", 2, [&](int rank) {
+      Accelerator accelerator(settings_of({.pp = 2}));
+      const Training training = untied();
+      Pipeline pipeline = accelerator.pipeline(*training.model);
+      if (rank == 1) {
+        if (!ended) over.wait();
+        return;
+      }
+      distributed::rank_context().timeouts.collective = 0.5;
+      message = message_of<DistributedError>([&] {
+        pipeline.step(std::vector{batch_of(0), batch_of(1)}, training.loss);
+      });
+      over.count_down();
     });
-  });
-  EXPECT_TRUE(mentions(message, "pipeline, rank 0, ")) << message;
-  EXPECT_TRUE(mentions(message, "of stage 0, micro-batch 0")) << message;
+    EXPECT_TRUE(mentions(message, "pipeline, rank 0, ")) << message;
+    EXPECT_TRUE(mentions(message, "micro-batch 0")) << message;
+    EXPECT_TRUE(mentions(message, ended ? "rank 1 ended" : "of stage 0, micro-batch 0")) << message;
+  }
 }
 
 TEST(PipelineTraining, DescriptionsNameStagesAndTheBubble) {
