@@ -78,7 +78,10 @@ endif()
 target_compile_options(tessera_compile INTERFACE -ffp-contract=off)
 
 if(TESSERA_SANITIZE STREQUAL "address")
-  add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+  # What is undefined traps, and AddressSanitizer says where (handle_sigill=1): a fifth of a compile's time less
+  # than sentences about it. Casts to the wrong class (vptr) have no form that traps.
+  add_compile_options(-fsanitize=address,undefined -fno-sanitize=vptr -fsanitize-undefined-trap-on-error
+    -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
   # Accesses are checked by calls, which takes a quarter of a compile's time away, but where loops are.
   set(TESSERA_ASAN_CALLS "")
   set(TESSERA_ASAN_INLINE "")
@@ -87,7 +90,7 @@ if(TESSERA_SANITIZE STREQUAL "address")
     set(TESSERA_ASAN_INLINE --param=asan-instrumentation-with-call-threshold=7000)  # the compiler's own
   endif()
   add_compile_options(${TESSERA_ASAN_CALLS})
-  add_link_options(-fsanitize=address,undefined)
+  add_link_options(-fsanitize=address)
 elseif(TESSERA_SANITIZE STREQUAL "thread")
   add_compile_options(-fsanitize=thread -g1)
   add_link_options(-fsanitize=thread)
