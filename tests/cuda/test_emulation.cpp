@@ -251,6 +251,45 @@ TEST(Emulation, BlocksThatMeetAreFound) {
   EXPECT_REPORT("of another block");
 }
 
+// Words of any widths race where they share a byte, and only there, whatever widths the memory met before.
+TEST(Emulation, WordsThatShareAByteRaceAndNeighboursDoNot) {
+  if (!emulation::race::tracked()) GTEST_SKIP() << "this build does not track races";
+  const Buffer<uint64_t> memory(std::vector<uint64_t>(2, 0));
+  for (const auto& before : std::vector<std::vector<int>>{{}, {1}, {2}, {8}, {1, 4}, {2, 1, 8}}) {
+    for (int first : {1, 2, 4, 8}) {
+      for (int second : {1, 2, 4, 8}) {
+        for (int offset = 0; offset < 16; offset += second) {
+          for (bool reads : {false, true}) {
+            SCOPED_TRACE(testing::Message() << first << " bytes, " << (reads ? "a read" : "a write")
+                                            << " of " << second << " at " << offset << " after "
+                                            << testing::PrintToString(before));
+            for (int bytes : before) same_words(memory.data(), bytes, nullptr);
+            ASSERT_EQ(complaint(), "");
+            two_words(memory.data(), first, second, offset, reads, nullptr);
+            const std::string report = complaint();
+            ASSERT_EQ(report.find("of another block") != std::string::npos, offset < first)
+                << report;
+            if (offset < first) continue;
+            const emulation::race::Counts counts = emulation::race::counts();
+            ASSERT_EQ(counts.written, first + (reads ? 0 : second));
+            ASSERT_EQ(counts.read, reads ? second : 0);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Emulation, AReaderOfAByteIsKnownBehindAReaderOfTheWord) {
+  if (!emulation::race::tracked()) GTEST_SKIP() << "this build does not track races";
+  const Buffer<uint64_t> memory(std::vector<uint64_t>(2, 0));
+  for (uint64_t seed = 0; seed < 8; ++seed) {  // orders of the blocks
+    emulation::set_seed(seed);
+    read_and_write(memory.data(), nullptr);
+    EXPECT_REPORT("of another block");
+  }
+}
+
 TEST(Emulation, AMissingEventShowsAndAnEventHelps) {
   bool differs = false;
   for (uint64_t seed = 0; seed < 16; ++seed) {

@@ -85,6 +85,31 @@ __global__ void add_one_kernel(float* x, int64_t n) {
   for (int64_t i = first_index(); i < n; i += grid_stride()) x[i] += 1;
 }
 
+template <class Body>
+__device__ void as_word(int bytes, const Body& body) {
+  if (bytes == 1) body.template operator()<uint8_t>();
+  if (bytes == 2) body.template operator()<uint16_t>();
+  if (bytes == 4) body.template operator()<uint32_t>();
+  if (bytes == 8) body.template operator()<uint64_t>();
+}
+__global__ void two_words_kernel(char* x, int first, int second, int offset, bool reads) {
+  const bool is_first = blockIdx.x == 0;
+  as_word(is_first ? first : second, [&]<class T>() {
+    T* const word = reinterpret_cast<T*>(x + (is_first ? 0 : offset));
+    const T value = is_first || !reads ? T{1} : *word;
+    if (is_first || !reads) *word = value;
+    if (value == T{200}) __syncthreads();  // the read is used
+  });
+}
+__global__ void read_and_write_kernel(uint8_t* x) {
+  const uint32_t read = blockIdx.x == 0 ? x[1] : *reinterpret_cast<const uint32_t*>(x);
+  if (blockIdx.x == 1) x[1] = static_cast<uint8_t>(read + 1);
+  if (read == 200) __syncthreads();  // it is used
+}
+__global__ void same_words_kernel(char* x, int bytes) {
+  as_word(bytes, [&]<class T>() { reinterpret_cast<T*>(x)[threadIdx.x] += 0; });
+}
+
 __global__ void histogram_kernel(const int* x, int* counts, int64_t n) {
   const int64_t i = first_index();
   if (i < n) atomicAdd(&counts[x[i]], 1);
@@ -165,6 +190,21 @@ void copy_beside(size_t shared_bytes, const float* x, float* y, cudaStream_t str
 }
 void add_one(float* x, int64_t n, cudaStream_t stream) {
   launch({.name = "add_one", .grid = 2, .block = 64, .stream = stream}, add_one_kernel, x, n);
+}
+void two_words(void* x, int first, int second, int offset, bool reads, cudaStream_t stream) {
+  launch({.name = "two_words", .grid = 2, .block = 1, .stream = stream}, two_words_kernel,
+         static_cast<char*>(x), first, second, offset, reads);
+}
+void read_and_write(void* x, cudaStream_t stream) {
+  launch({.name = "read_and_write", .grid = 2, .block = 1, .stream = stream}, read_and_write_kernel,
+         static_cast<uint8_t*>(x));
+}
+void same_words(void* x, int bytes, cudaStream_t stream) {
+  launch({.name = "same_words",
+          .grid = 1,
+          .block = static_cast<unsigned>(16 / bytes),
+          .stream = stream},
+         same_words_kernel, static_cast<char*>(x), bytes);
 }
 void histogram(const int* x, int* counts, int64_t n, cudaStream_t stream) {
   launch({.name = "histogram", .grid = blocks(n, 128), .block = 128, .stream = stream},

@@ -42,6 +42,13 @@ void stage_vectors(Bug bug, const float* x, float* y, cudaStream_t stream);
 // bytes.
 void copy_beside(size_t shared_bytes, const float* x, float* y, cudaStream_t stream);
 void add_one(float* x, int64_t n, cudaStream_t stream);
+// Two blocks of one thread: the first writes a word of `first` bytes (1, 2, 4 or 8) at x, the other writes one of
+// `second` bytes at x + offset, or reads it.
+void two_words(void* x, int first, int second, int offset, bool reads, cudaStream_t stream);
+// Two blocks of one thread: the first reads byte 1 of x, the other reads the first four and writes byte 1.
+void read_and_write(void* x, cudaStream_t stream);
+// Reads 16 bytes at x as words of `bytes` bytes, each by a thread, and writes them back.
+void same_words(void* x, int bytes, cudaStream_t stream);
 // counts[x[i]] += 1 with atomic operations.
 void histogram(const int* x, int* counts, int64_t n, cudaStream_t stream);
 // c = a b + c for tiles of 16 x 16 by rows, bf16 as bits; b goes through shared memory.

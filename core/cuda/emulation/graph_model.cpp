@@ -80,7 +80,11 @@ struct Value {
     }
     return result;
   }
-  int64_t offset(const Shape& index) const { return offset(index, sizes); }
+  int64_t offset(const Shape& index) const {
+    int64_t result = 0;
+    for (int i = 0; i < sizes.size(); ++i) result += index[i] * strides[i];
+    return result;
+  }
 };
 
 template <class Body>
@@ -212,10 +216,12 @@ class Run {
       double sum = beyond;
       if (index[2] < rows && index[3] < columns) {
         sum = 0;
+        const int64_t left =
+            a.offset({index[0], index[1] / (c.sizes[1] / a.sizes[1]), index[2], 0});
+        const int64_t right =
+            b.offset({index[0], index[1] / (c.sizes[1] / b.sizes[1]), 0, index[3]});
         for (int64_t k = 0; k < inner; ++k) {
-          const Shape left = {index[0], index[1] / (c.sizes[1] / a.sizes[1]), index[2], k};
-          const Shape right = {index[0], index[1] / (c.sizes[1] / b.sizes[1]), k, index[3]};
-          sum += a.read(a.offset(left)) * b.read(b.offset(right));
+          sum += a.read(left + k * a.strides[3]) * b.read(right + k * b.strides[2]);
         }
       }
       c.write(c.offset(index), sum);

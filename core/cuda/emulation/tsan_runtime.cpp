@@ -49,15 +49,22 @@ struct Stamp {
   bool atomic() const { return (bits & 1) != 0; }
 };
 
-// Of one byte. The two last readers: a writer that is one of them still meets the other.
+// The two last readers: a writer that is one of them still meets the other.
 struct Cell {
   Stamp write, read, read_before;
 };
 
+// Bytes that are accessed together share a cell: each four have one, or one for each two, or four, by the
+// smallest access that they have met.
+constexpr size_t kGranule = 4;
+
 char* arena_begin = nullptr;
 size_t arena_bytes = 0, shared_bytes = 0;
-Cell* cells = nullptr;    // one for each byte of the arena, mapped when touched
-uint8_t* live = nullptr;  // of each granule: how many of its 16 first bytes are valid
+Cell* cells =
+    nullptr;  // of each byte of the arena, mapped when touched; those in use are a granule's first,
+              // or its first and third, or all
+uint8_t* parts = nullptr;  // of each granule: by how many halvings its cells are parted, 0 to 2
+uint8_t* live = nullptr;   // of each granule: how many of its 16 first bytes are valid
 
 // Of the block that runs; one runs at a time in the process.
 uint64_t block = 0, launch_first_block = 0, barriers = 0;
@@ -109,59 +116,107 @@ bool ordered(Stamp earlier, const Thread& self, bool shared) {
   return known > earlier.clock() || earlier.clock() == Stamp::kMaxClock;
 }
 
-void check_live(size_t offset, size_t bytes, const void* pointer, const char* what) {
-  const size_t last = offset + bytes - 1;
-  bool inside = last / 16 < arena_bytes / 16 && live[last / 16] > last % 16;
-  for (size_t granule = offset / 16; inside && granule < last / 16; ++granule) {
-    inside = live[granule] == 16;
-  }
-  if (inside) return;
+[[gnu::noinline]] void report_outside(size_t bytes, const void* pointer, const char* what) {
   char text[160];
   fail(std::string(what) + " of " + std::to_string(bytes) + " bytes by " +
        thread_name(current_thread->linear) +
        " outside of what was allocated: " + arena::describe(pointer, text, sizeof text));
 }
 
+[[gnu::noinline]] void report_unwritten(const Thread& self, const void* pointer) {
+  char text[160];
+  fail("a read by " + thread_name(self.linear) +
+       " of shared memory that was never written: " + arena::describe(pointer, text, sizeof text));
+}
+
+[[gnu::always_inline]] inline bool all_live(size_t offset, size_t bytes) {
+  const size_t last = offset + bytes - 1;
+  bool inside = last / 16 < arena_bytes / 16 && live[last / 16] > last % 16;
+  for (size_t granule = offset / 16; inside && granule < last / 16; ++granule) {
+    inside = live[granule] == 16;
+  }
+  return inside;
+}
+
 enum class Access { kRead, kWrite, kAtomic };
+
+// Of `bytes` bytes that share a cell.
+[[gnu::always_inline]] inline void touch(Cell& cell, size_t bytes, const char* byte, Stamp now,
+                                         const Thread& self, bool shared, Access kind) {
+  const auto size = static_cast<int64_t>(bytes);
+  const bool both_atomic = kind == Access::kAtomic && cell.write.atomic();
+  if (cell.write.bits != now.bits && !both_atomic && !ordered(cell.write, self, shared)) {
+    report(byte, kind == Access::kRead ? "a read" : "a write", "a write", cell.write);
+  }
+  if (kind == Access::kRead) {
+    if (shared && cell.write.block() != block) report_unwritten(self, byte);
+    if (!shared && cell.read.block() < launch_first_block) of_launch.read += size;
+    if (cell.read.thread() != self.linear || cell.read.block() != block) {
+      cell.read_before = cell.read;
+    }
+    cell.read = now;
+  } else {
+    if (!ordered(cell.read, self, shared)) report(byte, "a write", "a read", cell.read);
+    if (!ordered(cell.read_before, self, shared))
+      report(byte, "a write", "a read", cell.read_before);
+    if (!shared && cell.write.block() < launch_first_block) {
+      of_launch.written += size;
+      if (kind == Access::kAtomic) of_launch.read += size;
+    }
+    cell.write = now;
+  }
+}
+
+// True where they say the same: accesses before this launch are all alike.
+bool same(Stamp a, Stamp b) {
+  return a.bits == b.bits || (a.block() < launch_first_block && b.block() < launch_first_block);
+}
+bool same(const Cell& a, const Cell& b) {
+  return same(a.write, b.write) && same(a.read, b.read) && same(a.read_before, b.read_before);
+}
+
+// Of [begin, end) within the granule, where it is parted or this access parts it.
+[[gnu::noinline]] void touch_parts(size_t begin, size_t end, Stamp now, const Thread& self,
+                                   bool shared, Access kind) {
+  const size_t first = begin / kGranule * kGranule;
+  uint8_t& halvings = parts[first / kGranule];
+  size_t size = kGranule >> halvings;
+  while (begin % size != 0 || end % size != 0) {
+    for (size_t i = first; i < first + kGranule; i += size) cells[i + size / 2] = cells[i];
+    size /= 2;
+    ++halvings;
+  }
+  for (size_t i = begin; i < end; i += size) {
+    touch(cells[i], size, arena_begin + i, now, self, shared, kind);
+  }
+  if (end - begin < kGranule) return;
+  for (size_t i = first + size; i < first + kGranule; i += size) {
+    if (!same(cells[i], cells[first])) return;
+  }
+  halvings = 0;
+}
 
 [[gnu::always_inline]] inline void access(const void* pointer, size_t bytes, Access kind) {
   const Thread* const self = current_thread;
   if (self == nullptr) return;  // host code
   const size_t offset = static_cast<size_t>(static_cast<const char*>(pointer) - arena_begin);
   if (offset >= arena_bytes || bytes == 0) return;  // its own stack, parameters, constants
-  check_live(offset, bytes, pointer, kind == Access::kRead ? "a read" : "a write");
+  if (!all_live(offset, bytes)) {
+    report_outside(bytes, pointer, kind == Access::kRead ? "a read" : "a write");
+  }
   const Stamp now = Stamp::make(block, barriers, clocks[self->warp][self->lane][self->lane],
                                 self->linear, kind == Access::kAtomic);
   const bool shared = offset < shared_bytes;
   if (!shared) of_launch.accessed += static_cast<int64_t>(bytes);
-  for (size_t i = offset; i < offset + bytes; ++i) {
-    Cell& cell = cells[i];
-    const char* const byte = arena_begin + i;
-    const bool both_atomic = kind == Access::kAtomic && cell.write.atomic();
-    if (cell.write.bits != now.bits && !both_atomic && !ordered(cell.write, *self, shared)) {
-      report(byte, kind == Access::kRead ? "a read" : "a write", "a write", cell.write);
-    }
-    if (kind == Access::kRead) {
-      if (shared && cell.write.block() != block) {
-        char text[160];
-        fail("a read by " + thread_name(self->linear) +
-             " of shared memory that was never written: " +
-             arena::describe(byte, text, sizeof text));
-      }
-      of_launch.read += !shared && cell.read.block() < launch_first_block;
-      if (cell.read.thread() != self->linear || cell.read.block() != block) {
-        cell.read_before = cell.read;
-      }
-      cell.read = now;
+  const size_t end = offset + bytes;
+  for (size_t i = offset; i < end;) {
+    const size_t next = std::min(end, (i / kGranule + 1) * kGranule);
+    if (next - i == kGranule && parts[i / kGranule] == 0) {
+      touch(cells[i], kGranule, arena_begin + i, now, *self, shared, kind);
     } else {
-      if (!ordered(cell.read, *self, shared)) report(byte, "a write", "a read", cell.read);
-      if (!ordered(cell.read_before, *self, shared))
-        report(byte, "a write", "a read", cell.read_before);
-      of_launch.written += !shared && cell.write.block() < launch_first_block;
-      of_launch.read +=
-          !shared && kind == Access::kAtomic && cell.write.block() < launch_first_block;
-      cell.write = now;
+      touch_parts(i, next, now, *self, shared, kind);
     }
+    i = next;
   }
 }
 
@@ -220,6 +275,7 @@ void join_lanes(int warp, unsigned mask) {
 
 void set_arena(char* begin, size_t bytes, size_t shared) {
   cells = reserve<Cell>(bytes);
+  parts = reserve<uint8_t>(bytes / kGranule);
   live = reserve<uint8_t>(bytes / 16);
   arena_bytes = bytes;
   shared_bytes = shared;
