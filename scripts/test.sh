@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test.sh [PRESET]: installs what is missing, builds PRESET into build/PRESET and runs its tests.
+# test.sh [PRESET [CMAKE_OPTION...]]: installs what is missing, builds PRESET into build/PRESET and runs its tests.
 # PRESET: release (default), dev, asan, tsan (see CMakePresets.json).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,6 +17,6 @@ fi
 
 # shellcheck source=scripts/compiler_cache.sh
 source scripts/compiler_cache.sh
-cmake --preset "$preset"
+cmake --preset "$preset" "${@:2}"
 cmake --build --preset "$preset"
 ctest --preset "$preset"

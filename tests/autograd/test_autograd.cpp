@@ -13,6 +13,7 @@
 #include <tessera/core/tensor/raw_views.h>
 
 #include "message_of.h"
+#include "thinned.h"
 
 namespace tessera::test_autograd {
 namespace {
@@ -573,11 +574,7 @@ TEST(Graph, ANodeThatGivesTheWrongGradientsIsNamed) {
 }
 
 TEST(Graph, OfAMillionNodesIsFreedAndRunWithoutDeepRecursion) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  const int length = 100000;
-#else
-  const int length = 1000000;
-#endif
+  const int length = tests::sanitized() ? 100000 : 1000000;
   const Tensor x = leaf({1});
   Tensor y = x;
   for (int i = 0; i < length; ++i) y = y.view({1});

@@ -12,14 +12,10 @@
 
 #include <gtest/gtest.h>
 
+#include "thinned.h"
+
 namespace tessera::test_half {
 namespace {
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
 
 struct Format {
   int exponent_bits, mantissa_bits;
@@ -140,11 +136,12 @@ TYPED_TEST(Half, EveryFloatRoundsToNearestEven) {
   }
   ranges.push_back({begin, 0x7f800001u, format.overflow});
 
+  const bool sanitized = tests::sanitized();
   std::atomic<uint64_t> wrong = 0;
   auto work = [&](size_t remainder) {
     for (size_t i = remainder; i < ranges.size(); i += 2) {
       const auto [first, last, magnitude] = ranges[i];
-      if (!kSanitized || last - first <= 64) {
+      if (!sanitized || last - first <= 64) {
         wrong += count_wrong<T>(first, last, magnitude);
       } else {
         wrong += count_wrong<T>(first, first + 32, magnitude);

@@ -26,7 +26,7 @@ int below(Random& random, size_t end) {
   return static_cast<int>(std::uniform_int_distribution<size_t>(0, end - 1)(random));
 }
 // Elements that a test asks for; fewer under a sanitizer.
-int count_of(int all) { return tests::kSanitizer ? all / 20 : all; }
+int count_of(int all) { return tests::sanitized() ? all / 20 : all; }
 
 double bubble_of(const PipelineTable& schedule) {
   const Timing computes = simulate(schedule), lowered = simulate(lower(schedule));

@@ -232,7 +232,7 @@ TEST(ShardMemory, TenRunsWithDelaysHaveOnePeakInEveryMode) {
   for (const Way way : kAllWays) {
     SCOPED_TRACE(name_of(way));
     std::vector<std::vector<int64_t>> expected(kRanks);
-    for (unsigned run = 0; run < (tests::kSanitizer ? 4U : 10U); ++run) {
+    for (unsigned run = 0; run < (tests::sanitized() ? 4U : 10U); ++run) {
       SCOPED_TRACE(run);
       compared_ranks(
           kRanks,
