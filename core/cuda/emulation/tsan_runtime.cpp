@@ -60,9 +60,8 @@ constexpr size_t kGranule = 4;
 
 char* arena_begin = nullptr;
 size_t arena_bytes = 0, shared_bytes = 0;
-Cell* cells =
-    nullptr;  // of each byte of the arena, mapped when touched; those in use are a granule's first,
-              // or its first and third, or all
+// Of each byte of the arena, mapped when touched; in use are a granule's first, or its first and third, or all.
+Cell* cells = nullptr;
 uint8_t* parts = nullptr;  // of each granule: by how many halvings its cells are parted, 0 to 2
 uint8_t* live = nullptr;   // of each granule: how many of its 16 first bytes are valid
 
