@@ -33,8 +33,11 @@ void check_combination(const accelerate::Settings& settings, const ModelRecord& 
     TS_CHECK_AS(UnsupportedError, !found, "prepare", "pp_size=", settings.pp_size.value, " (",
                 settings.pp_size.origin.describe(), ") does not go with ", what, " yet; ", instead);
   };
-  refuse(settings.sharding.value != accelerate::Sharding::kDdp, "sharded parameters",
-         "leave sharding out: ranks beside the stages hold copies (ddp)");
+  refuse(settings.sharding.value == accelerate::Sharding::kZero2, "sharding zero2",
+         "take zero1 or fsdp: the gradients of a stage are whole until its last backward");
+  refuse(settings.sharding.value != accelerate::Sharding::kDdp && settings.dp_replicate_size > 1,
+         "dp_replicate_size beside sharded parameters", "give dp_shard_size the ranks of both");
+  refuse(!settings.fsdp_ignored_modules.value.empty(), "fsdp_ignored_modules", "leave it out");
   refuse(settings.ddp_comm_hook.value != accelerate::CommHook::kNone, "ddp_comm_hook",
          "leave it out");
   refuse(settings.tp_size > 1 || settings.cp_size > 1 || settings.sp_size > 1,
@@ -89,9 +92,16 @@ void Accelerator::State::deal_over_stages(ModelRecord& record) {
     wanted = distributed::even_cuts(model, accelerate::units_of(model, settings),
                                     static_cast<int>(settings.pp_size) * per_rank);
   }
+  auto sharding = distributed::StageSharding::kNone;
+  if (dims->loss_ranks().size() > 1 && settings.sharding.value != Sharding::kDdp) {
+    sharding = settings.sharding.value == Sharding::kZero1
+                   ? distributed::StageSharding::kStates
+                   : distributed::StageSharding::kParameters;
+  }
   record.stages = std::make_unique<distributed::StagedModel>(
       model, &dims->mesh(),
-      distributed::StagingOptions{.cuts = std::move(wanted), .stages_per_rank = per_rank});
+      distributed::StagingOptions{
+          .cuts = std::move(wanted), .stages_per_rank = per_rank, .sharding = sharding});
 }
 
 namespace accelerate {
@@ -178,7 +188,10 @@ std::string Pipeline::describe() const {
       "%d stages on %d ranks, %d micro-batches: a bubble of %.1f%% of the step%s\n",
       staged->stages(), staged->ranks(), count, 100 * timing.bubble,
       count < staged->ranks() ? " (fewer micro-batches than ranks: some always wait)" : "");
-  return text + staged->describe();
+  std::string live = "activations of stages that each rank keeps at most:";
+  for (const int64_t activations : timing.live_activations)
+    live += " " + std::to_string(activations);
+  return text + live + "\n" + staged->describe();
 }
 
 // ---- One step ----------------------------------------------------------------------------------
@@ -263,6 +276,7 @@ void Pipeline::Impl::reduce(ModelRecord& record, distributed::StagedModel& stage
     for (const Tensor& gradient : staged.gradients_to_reduce(has)) sums.all_reduce(gradient);
     sums.finish().wait();
   }
+  staged.finish_reductions(has);
   if (!own_stages) staged.complete_gradients(has);
   if (record.model->is_training()) staged.share_buffers();
 }
@@ -289,7 +303,9 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
   const auto has_gradient = [](const NamedTensor& named) { return named.tensor.grad().defined(); };
   record.kept.clear();
   const bool any = std::ranges::any_of(record.parameters, has_gradient);
-  if (any && !undivided && !alike) record.kept.take(record.parameters);
+  // (Where parameters are sharded the owner would add them to the sum before it is divided.)
+  const bool apart = !alike || (!alone && state->settings.sharding.value != Sharding::kDdp);
+  if (any && !undivided && apart) record.kept.take(record.parameters);
 
   const bool on_device = scaling.is_on_device();
   const double scale = on_device ? 1 : scaling.scale();

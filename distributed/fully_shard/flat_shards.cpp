@@ -13,35 +13,43 @@
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/mutant.h>
 #include <tessera/distributed/fully_shard/part_memory.h>
+#include <tessera/distributed/fully_shard/released_storage.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
 namespace tessera::distributed {
 
+FlatRun::FlatRun(const std::vector<ShardedParam>& params, int ranks, int64_t alignment) {
+  int64_t numel = 0;
+  for (const ShardedParam& param : params) {
+    offsets.push_back(numel);
+    numel += aligned_to(param.shard.numel(), alignment);
+  }
+  part_numel = aligned((numel + ranks - 1) / ranks);  // parts begin at cache lines
+}
+
 FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
-                       const GroupDTypes& dtypes, bool rows, bool local_sums, OffloadPolicy offload)
+                       const GroupDTypes& dtypes, bool rows, bool local_sums, OffloadPolicy offload,
+                       bool keeps_wholes)
     : ParamGroup({.tag = std::move(tag),
                   .ranks = ranks,
                   .dtypes = dtypes,
-                  .keeps_wholes = true,
+                  .keeps_wholes = keeps_wholes,
                   .offload = offload},
                  std::move(params)),
       rows_(rows) {
   const NoGradGuard no_grad;
   const int count = shards().size();
   alone_ = count == 1 && !is_offloaded();
-  const int64_t alignment = alignment_of({dtype_, gradient_dtype_, reduce_dtype_});
-  int64_t numel = 0;
-  for (const ShardedParam& param : params_) {
-    offsets_.push_back(numel);
-    numel += aligned_to(param.shard.numel(), alignment);
-  }
-  // Parts begin at cache lines.
-  part_numel_ = gradient_numel_ = aligned((numel + count - 1) / count);
+  const FlatRun run(params_, count, alignment_of({dtype_, gradient_dtype_, reduce_dtype_}));
+  offsets_ = run.offsets;
+  part_numel_ = gradient_numel_ = run.part_numel;
+  const bool frees = !keeps_wholes_ && !alone_;
   {
-    const MemoryCategoryGuard category(MemoryCategory::kParameter);
+    const MemoryCategoryGuard category(frees ? MemoryCategory::kUnsharded
+                                             : MemoryCategory::kParameter);
     run_ = raw::zeros({part_numel_ * count}, dtype_, device_);
   }
-  if (is_offloaded()) part_ = new_part();
+  if (is_offloaded() || frees) part_ = new_part();
   const CheckedMarks of_the_same_elements;  // that the tensor of calls has marks is no other value
   for (size_t i = 0; i < params_.size(); ++i) {
     ShardedParam& param = params_[i];
@@ -51,10 +59,16 @@ FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<Sha
       part = raw::empty(part.shape(), dtype_, device_);  // by itself, as in RowShards
     } else {
       copy_(part_view(run_, param.shape, offsets_[i]), raw::alias(param.shard));
-      if (is_offloaded()) copy_(part, own_part(i));
+      if (part_.defined()) copy_(part, own_part(i));
     }
-    become_shard(param, part,
-                 rows_ ? Placement(Shard(param.shard_dim)) : FlatShard{offsets_[i], part_numel_});
+    const FlatShard flat{ranks_.first * part_numel_ + offsets_[i], part_numel_};
+    become_shard(param, part, rows_ ? Placement(Shard(param.shard_dim)) : flat);
+  }
+  if (frees) {
+    for (ShardedParam& param : params_) {
+      param.whole.impl()->guard = std::make_unique<ReleasedStorage>(param.name, tag_);
+    }
+    FlatShards::free_wholes(false);
   }
   if (!local_sums || alone_) return;
   const MemoryCategoryGuard category(MemoryCategory::kGradient);
@@ -95,7 +109,7 @@ int64_t FlatShards::place_in_part(size_t param) const {
 
 // Where the shard lies.
 Tensor FlatShards::home_of(size_t param) const {
-  if (!is_offloaded()) return own_part(param);
+  if (!part_.defined()) return own_part(param);
   const auto [begin, end] = run_of(param);
   return part_view(part_, {end - begin}, place_in_part(param));
 }
@@ -103,6 +117,12 @@ Tensor FlatShards::home_of(size_t param) const {
 void FlatShards::issue_gather(std::optional<DType>) {
   bring_home();
   if (alone_) return;
+  if (!keeps_wholes_) {
+    const MemoryCategoryGuard category(MemoryCategory::kUnsharded);
+    run_.storage()->resize(run_.numel() * size_of(dtype_));
+    gather_ = shards().all_gather(run_, part_, on(Channel::kParameter));
+    return;
+  }
   const Tensor own = raw::narrow(run_, 0, part_numel_ * shard_index(), part_numel_);
   const auto gather = [&] { gather_ = shards().all_gather(run_, own, on(Channel::kParameter)); };
   if (!is_offloaded()) return gather();
@@ -111,6 +131,11 @@ void FlatShards::issue_gather(std::optional<DType>) {
     transfers().upload(own, part_);
     gather();
   });
+}
+
+// All wholes are views of the run.
+void FlatShards::free_wholes(bool) {
+  if (part_.defined() && !keeps_wholes_) run_.storage()->resize(0);
 }
 
 void FlatShards::bring_home() {

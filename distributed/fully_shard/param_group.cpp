@@ -148,10 +148,10 @@ DTensorSpec cut_once_more(const DTensorSpec& across, const Mesh& mesh, const Pla
 
 }  // namespace
 
-void ParamGroup::become_shard(ShardedParam& param, const Tensor& part, const Placement& placement) {
-  DTensorSpec spec{ranks_.mesh, Placements(ranks_.mesh->axes().size(), Replicate()), param.shape};
+void become_part(ShardedParam& param, const Tensor& part, Mesh& mesh, const Placement& placement) {
+  DTensorSpec spec{&mesh, Placements(mesh.axes().size(), Replicate()), param.shape};
   spec.placements.back() = placement;
-  if (param.across) spec = cut_once_more(*param.across, *ranks_.mesh, placement);
+  if (param.across) spec = cut_once_more(*param.across, mesh, placement);
   const Tensor model = from_local(part, *spec.mesh, spec.placements, {.shape = spec.shape});
   pass_initial_values(param.shard, model);
   param.shard.set_data(part);

@@ -78,6 +78,7 @@ struct ShardRanks {
   Group* shards = nullptr;    // along the axis that cuts
   Group* replicas = nullptr;  // along the other, or none
   Group* batches = nullptr;   // those with batches of their own, if not all of the mesh
+  int first = 0;  // the place of the first of them on the axis that cuts, see FlatShards
   Group& batch_ranks() const { return batches != nullptr ? *batches : mesh->group(); }
 };
 
@@ -88,6 +89,10 @@ struct GroupDTypes {
   std::optional<DType> gradient_dtype =
       {};  // of the shards' gradients, where it is wider than theirs
 };
+
+// The shard's object gets the bytes of `part` and its placement along the last axis of the mesh,
+// beside those that it has along other axes.
+void become_part(ShardedParam& param, const Tensor& part, Mesh& mesh, const Placement& placement);
 
 class ParamGroup {
  public:
@@ -234,8 +239,10 @@ class ParamGroup {
   // For a unit that was made on the meta device: where its parameters are now.
   void take_device(const Device& device);
   std::vector<uint32_t> shard_versions() const;
-  // As whole and shard are made: the shard's object gets the bytes of `part`, and the placements.
-  void become_shard(ShardedParam& param, const Tensor& part, const Placement& placement);
+  // As whole and shard are made.
+  void become_shard(ShardedParam& param, const Tensor& part, const Placement& placement) {
+    become_part(param, part, *ranks_.mesh, placement);
+  }
   // A shard that lies elsewhere lies in `home` from now on, a view of the unit's own memory.
   void move_home(ShardedParam& param, const Tensor& home);
   // A whole over these elements. What tensor parallelism has divided keeps name and marks.
@@ -357,19 +364,28 @@ class RowShards final : public ParamGroup {
   Tensor gathered_;  // [ranks x part], while a gather is under way
 };
 
+// How parameters lie one behind the other in a run that so many ranks divide.
+struct FlatRun {
+  std::vector<int64_t> offsets;
+  int64_t part_numel = 0;
+  FlatRun(const std::vector<ShardedParam>& params, int ranks, int64_t alignment);
+};
+
 // One run of memory: the parameters lie one behind the other and the run is cut into equal parts,
 // wherever the cuts fall (FlatShard). The wholes are views of it and a gather is in place, so that
-// nothing is packed or unpacked. For ZeRO-1 and 2, which keep the wholes, and for a group of one
-// rank, where wholes and shards are the same elements.
+// nothing is packed or unpacked. For ZeRO-1 and 2, which keep the wholes, for a group of one rank,
+// where wholes and shards are the same elements, and for stages of a pipeline: their ranks are a
+// stretch of an axis (ShardRanks::first), on which every other rank has nothing of the parameters.
 class FlatShards final : public ParamGroup {
  public:
   // `rows`: of one rank, whose parts are whole: placed Shard(0) as RowShards are.
   // `local_sums`: gradients add up in this rank's own whole gradients until they are reduced
   // (ZeRO-1).
   // `offload`: kNone or kOptimizer; not with `rows`.
+  // `keeps_wholes`: false: release() frees them; with `local_sums` and `rows` false, not offloaded.
   FlatShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
              const GroupDTypes& dtypes, bool rows, bool local_sums,
-             OffloadPolicy offload = OffloadPolicy::kNone);
+             OffloadPolicy offload = OffloadPolicy::kNone, bool keeps_wholes = true);
   ~FlatShards() override;
 
   void bring_home() override;
@@ -379,7 +395,7 @@ class FlatShards final : public ParamGroup {
 
  private:
   void issue_gather(std::optional<DType> cast) override;
-  void free_wholes(bool) override {}
+  void free_wholes(bool keep_part) override;
   Tensor own_part(size_t param) const override;
   Tensor reduce_input(bool zeros) override;
   Tensor new_sums() override;
@@ -393,9 +409,9 @@ class FlatShards final : public ParamGroup {
   bool rows_;
   std::vector<int64_t> offsets_;  // of the parameters in the run
   Tensor run_;                    // [ranks x part]
-  Tensor part_;                   // [part], of the shards, where they lie on the host
-  Tensor gradients_;              // the same of the gradients, where they add up locally
-  std::vector<Tensor> homes_;     // of the wholes' gradients in it, one for each parameter
+  Tensor part_;       // [part], of the shards, where they lie on the host or the run is freed
+  Tensor gradients_;  // the same of the gradients, where they add up locally
+  std::vector<Tensor> homes_;  // of the wholes' gradients in it, one for each parameter
 };
 
 }  // namespace tessera::distributed

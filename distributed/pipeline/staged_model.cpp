@@ -22,6 +22,7 @@
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/broadcast.h>
+#include <tessera/distributed/fully_shard/param_group.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
 namespace tessera::distributed {
@@ -146,11 +147,21 @@ struct StagedModel::Impl {
     int number = 0;
     std::map<int, std::shared_ptr<Call>> calls;  // by micro-batch, until its backward
 
+    void gather() override { impl->finish_gathers(number); }
+    void release() override { impl->release(number); }
+    void reduce() override { impl->start_reductions(number, false); }
     std::vector<Tensor> forward(int micro, std::span<const Tensor> inputs) override;
     Tensor seed(int micro, const Tensor& loss) override {
       return impl->calls.seed ? impl->calls.seed(micro, loss) : Tensor();
     }
     std::shared_ptr<void> enter_backward(int micro) override;
+  };
+  // Parameters of a stage of this rank that its data-parallel ranks divide.
+  struct Shards {
+    int stage;
+    std::unique_ptr<ParamGroup> group;
+    std::vector<size_t> parameters;  // their places in the list
+    bool reduces = false;            // in this step, so far
   };
   // Of a parameter in one stage.
   struct Use {
@@ -160,7 +171,9 @@ struct StagedModel::Impl {
   struct Parameter {
     std::string name;
     Tensor parameter;
-    std::vector<Use> uses;  // by ascending stages; it belongs to the first one's
+    std::vector<Use> uses;     // by ascending stages; it belongs to the first one's
+    Shards* shards = nullptr;  // that it is in, on ranks that have its stage
+    bool arrived = false;      // a gradient in this step, on this rank
   };
   struct Place {
     Tensor* place;
@@ -181,6 +194,8 @@ struct StagedModel::Impl {
   std::vector<std::unique_ptr<Stage>> own;
   std::vector<HookHandle> handles;
   std::vector<double> arithmetic;  // of each stage
+  StageSharding sharding = StageSharding::kNone;
+  std::vector<std::unique_ptr<Shards>> shards;
 
   // Within a step.
   bool in_step = false, trains = false, in_backward = false;
@@ -201,6 +216,11 @@ struct StagedModel::Impl {
 
   void deal(const StagingOptions& options);
   void divide(Parameter& parameter);
+  void shard();
+  void finish_gathers(int stage);
+  void release(int stage);
+  void start_reductions(int stage, bool tied);
+  void forget_shards();
   void at_cut(int stage, nn::TensorRefs inputs);
   void show(int stage);
   void hide();
@@ -306,6 +326,113 @@ void StagedModel::Impl::divide(Parameter& one) {
   }
 }
 
+// ---- see [Note: stages that are sharded]
+
+void StagedModel::Impl::shard() {
+  Mesh& parts = mesh->view({{"pp_dp_shard", {"pp", "dp_shard"}}});
+  Group& holders = mesh->group("dp_shard");
+  const int count = holders.size();
+  for (Parameter& one : parameters) {  // before the elements go
+    for (Use& use : one.uses) {
+      if (!has(use.stage) || rank_of(one.uses.front().stage) == rank) continue;
+      use.whole = clone(raw::alias(one.parameter));
+      use.whole.set_requires_grad(one.parameter.requires_grad());
+    }
+  }
+  for (int stage = 0; stage < stages; ++stage) {
+    std::vector<std::vector<size_t>> lists;  // of one dtype and device each
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (parameters[i].uses.front().stage != stage) continue;
+      const auto same = std::ranges::find_if(lists, [&](const std::vector<size_t>& list) {
+        const Tensor& other = parameters[list.front()].parameter;
+        return other.dtype() == parameters[i].parameter.dtype() &&
+               other.device() == parameters[i].parameter.device();
+      });
+      (same == lists.end() ? lists.emplace_back() : *same).push_back(i);
+    }
+    for (std::vector<size_t>& list : lists) {
+      std::vector<ShardedParam> params;
+      for (const size_t i : list) {
+        parameters[i].parameter.set_grad(Tensor());
+        params.push_back({.name = parameters[i].name,
+                          .shard = parameters[i].parameter,
+                          .whole = {},
+                          .places = {}});
+      }
+      const int first = rank_of(stage) * count;
+      if (has(stage)) {
+        auto own =
+            std::make_unique<Shards>(Shards{.stage = stage, .group = {}, .parameters = list});
+        const bool keeps = sharding == StageSharding::kStates;
+        own->group = std::make_unique<FlatShards>(
+            "stage " + std::to_string(stage),
+            ShardRanks{.mesh = &parts, .shards = &holders, .batches = &holders, .first = first},
+            std::move(params), GroupDTypes{}, false, keeps, OffloadPolicy::kNone, keeps);
+        for (size_t i = 0; i < list.size(); ++i) {
+          parameters[list[i]].shards = own.get();
+          parameters[list[i]].uses.front().whole = own->group->params()[i].whole;
+        }
+        shards.push_back(std::move(own));
+        continue;
+      }
+      const DType dtype = params.front().shard.dtype();
+      const FlatRun run(params, count, alignment_of({dtype}));
+      for (size_t i = 0; i < params.size(); ++i) {
+        params[i].shape = params[i].shard.shape();
+        become_part(params[i], raw::empty({0}, dtype, params[i].shard.device()), parts,
+                    FlatShard{first * run.part_numel + run.offsets[i], run.part_numel});
+      }
+    }
+  }
+  for (Parameter& one : parameters) {
+    if (rank_of(one.uses.front().stage) != rank) continue;
+    for (Use& use : one.uses) {
+      if (!has(use.stage) || use.whole.defined()) continue;
+      use.whole = raw::alias(one.uses.front().whole);
+      use.whole.set_requires_grad(one.parameter.requires_grad());
+    }
+  }
+}
+
+void StagedModel::Impl::finish_gathers(int stage) {
+  for (const auto& own : shards) {
+    if (own->stage != stage) continue;
+    own->group->start_gather();
+    own->group->finish_gather();
+  }
+}
+
+void StagedModel::Impl::release(int stage) {
+  for (const auto& own : shards) {
+    if (own->stage != stage) continue;
+    own->group->check_unwritten();
+    own->group->release();
+  }
+}
+
+// Those of tied parameters wait for the gradients of the other places.
+void StagedModel::Impl::start_reductions(int stage, bool tied) {
+  for (const auto& own : shards) {
+    if (own->stage != stage || own->reduces) continue;
+    const bool is_tied = std::ranges::any_of(
+        own->parameters, [&](size_t i) { return parameters[i].uses.size() > 1; });
+    if (is_tied && !tied) continue;
+    for (const size_t i : own->parameters) {
+      parameters[i].arrived = parameters[i].uses.front().whole.grad().defined();
+    }
+    own->group->start_reduce(false, true);
+    own->reduces = true;
+  }
+}
+
+// What a step that failed left behind, without waiting for ranks that may have failed as well.
+void StagedModel::Impl::forget_shards() {
+  for (const auto& own : shards) {
+    own->group->let_go();
+    own->reduces = false;
+  }
+}
+
 StagedModel::StagedModel(nn::ModuleBase& model, Mesh* mesh, const StagingOptions& options)
     : impl_(std::make_unique<Impl>()) {
   Impl& impl = *impl_;
@@ -319,12 +446,26 @@ StagedModel::StagedModel(nn::ModuleBase& model, Mesh* mesh, const StagingOptions
               " cuts; got ", options.cuts.size(),
               "; a cut is the name of the module with which a further stage begins");
   impl.deal(options);
-  for (Impl::Parameter& parameter : impl.parameters) {
-    const Tensor meta = meta_of(parameter.parameter);
-    impl.divide(parameter);
+  impl.sharding = options.sharding;
+  TensorList metas;
+  for (const Impl::Parameter& parameter : impl.parameters) {
+    metas.push_back(meta_of(parameter.parameter));
+  }
+  if (impl.sharding != StageSharding::kNone) {
+    TS_CHECK_AS(
+        ConfigError, impl.ranks > 1 && mesh->has("dp_shard") && !mesh->has("dp_replicate"), kStages,
+        "the ranks of a stage that divide its parameters are neighbours along "
+        "'dp_shard'; got ",
+        mesh == nullptr ? std::string("one rank") : mesh->describe(), "; leave dp_replicate out");
+    const NoGradGuard no_grad;
+    impl.shard();
+  }
+  for (size_t i = 0; i < impl.parameters.size(); ++i) {
+    Impl::Parameter& parameter = impl.parameters[i];
+    if (impl.sharding == StageSharding::kNone) impl.divide(parameter);
     for (Impl::Place& place : impl.places) {
       if (place.is_buffer || !place.outside.is(parameter.parameter)) continue;
-      place.meta = meta;
+      place.meta = metas[i];
       place.inside = std::ranges::find(parameter.uses, place.stage, &Impl::Use::stage)->whole;
     }
   }
@@ -376,12 +517,17 @@ std::string StagedModel::describe() const {
   }
   double total = 0;
   for (const double cost : impl.arithmetic) total += cost;
-  std::string text;
+  std::string text, divided;
+  if (impl.sharding != StageSharding::kNone) {
+    const std::string ranks = std::to_string(impl.mesh->size("dp_shard")) + " ranks";
+    divided = impl.sharding == StageSharding::kStates ? " (states divided by " + ranks + ")"
+                                                      : " (divided by " + ranks + ")";
+  }
   for (int stage = 0; stage < impl.stages; ++stage) {
     const auto at = static_cast<size_t>(stage);
-    char numbers[96];
-    plain_snprintf(numbers, sizeof numbers, ": %.1f MB of parameters, %.0f%% of the arithmetic\n",
-                   static_cast<double>(bytes[at]) / 1e6,
+    char numbers[128];
+    plain_snprintf(numbers, sizeof numbers, ": %.1f MB of parameters%s, %.0f%% of the arithmetic\n",
+                   static_cast<double>(bytes[at]) / 1e6, divided.c_str(),
                    total > 0 ? 100 * impl.arithmetic[at] / total : 0.0);
     text += "stage " + std::to_string(stage) + " on rank " + std::to_string(impl.rank_of(stage)) +
             ", from " + (stage == 0 ? "the inputs" : "'" + impl.cuts[at - 1] + "'") + numbers;
@@ -482,6 +628,7 @@ void StagedModel::Impl::at_cut(int stage, nn::TensorRefs inputs) {
 
 std::vector<Tensor> StagedModel::Impl::Stage::forward(int micro, std::span<const Tensor> inputs) {
   Impl& all = *impl;
+  all.finish_gathers(number);  // evaluations have no action for it
   all.show(number);
   const auto call = std::make_shared<Call>();
   call->impl = impl;
@@ -578,20 +725,28 @@ void StagedModel::Impl::begin() {
     place.meta.set_requires_grad(place.outside.requires_grad());
   }
   in_step = true;
+  for (const auto& own : shards) {
+    own->reduces = false;
+    own->group->follow_requires_grad();
+    if (trains) own->group->begin_backward();
+    own->group->start_gather();
+  }
   for (Parameter& one : parameters) {
     const bool trained = one.parameter.requires_grad();
     const int owner = rank_of(one.uses.front().stage);
+    one.arrived = false;
     for (size_t i = 0; i < one.uses.size(); ++i) {
       Use& use = one.uses[i];
       const int user = rank_of(use.stage);
       if (i > 0 && user != owner && rank == owner) {
+        if (one.shards != nullptr) finish_gathers(one.shards->stage);
         sends.push_back(groups->outputs.send(one.uses.front().whole.detach(), user, 0,
                                              {.channel = Channel::kPeer, .tag = "tied value"}));
       }
       if (!use.whole.defined() || use.whole.is(one.parameter)) continue;
       use.whole.set_requires_grad(trained);
       Tensor gradient;
-      if (i == 0 && trained && one.parameter.grad().defined()) {
+      if (i == 0 && trained && one.shards == nullptr && one.parameter.grad().defined()) {
         gradient = raw::view(raw::alias(one.parameter.grad()), use.whole.shape());
       }
       use.whole.set_grad(gradient);
@@ -635,6 +790,7 @@ void StagedModel::Impl::finish() {
     }
     for (Use& use : one.uses) {
       if (!use.whole.defined() || use.whole.is(one.parameter)) continue;
+      if (&use == &first && one.shards != nullptr) continue;
       const Tensor gradient = use.whole.grad();
       use.whole.set_grad(Tensor());
       if (&use != &first || !trains) continue;
@@ -646,6 +802,10 @@ void StagedModel::Impl::finish() {
   }
   for (const Work& send : sends) send.wait();
   sends.clear();
+  for (const auto& own : shards) {
+    if (trains) start_reductions(own->stage, true);
+    release(own->stage);
+  }
   in_step = false;
 }
 
@@ -658,6 +818,7 @@ StagedModel::Step::Step(StagedModel& staged, PipelineGroups groups, Calls calls,
   try {
     impl.begin();
   } catch (...) {
+    impl.forget_shards();
     impl.in_step = false;
     throw;
   }
@@ -669,6 +830,7 @@ StagedModel::Step::~Step() {
     impl.in_step = false;
     for (Work& send : impl.sends) send.forget();
     impl.sends.clear();
+    impl.forget_shards();
     for (Impl::Parameter& one : impl.parameters) {
       for (Impl::Use& use : one.uses) {
         if (use.whole.defined() && !use.whole.is(one.parameter)) use.whole.set_grad(Tensor());
@@ -689,7 +851,8 @@ void StagedModel::Step::finish() {
 std::vector<bool> StagedModel::own_gradients() const {
   std::vector<bool> has;
   for (const Impl::Parameter& one : impl_->parameters) {
-    has.push_back(impl_->has(one.uses.front().stage) && one.parameter.grad().defined());
+    has.push_back(impl_->has(one.uses.front().stage) &&
+                  (one.arrived || one.parameter.grad().defined()));
   }
   return has;
 }
@@ -698,13 +861,27 @@ TensorList StagedModel::gradients_to_reduce(const std::vector<bool>& has) {
   TensorList gradients;
   for (size_t i = 0; i < has.size(); ++i) {
     const Impl::Parameter& one = impl_->parameters[i];
-    if (!has[i] || !impl_->has(one.uses.front().stage)) continue;
+    if (!has[i] || one.shards != nullptr || !impl_->has(one.uses.front().stage)) continue;
     if (!one.parameter.grad().defined()) {
       one.parameter.set_grad(impl_->as_gradient(one, raw::zeros_like(raw::alias(one.parameter))));
     }
     gradients.push_back(raw::alias(one.parameter.grad()));
   }
   return gradients;
+}
+
+void StagedModel::finish_reductions(const std::vector<bool>& has) {
+  const NoGradGuard no_grad;
+  for (const auto& own : impl_->shards) {
+    ParamGroup& group = *own->group;
+    if (!std::exchange(own->reduces, false) || !group.trains()) continue;
+    group.wait_reduce(true);
+    group.finish_sum(1);
+    for (size_t i = 0; i < own->parameters.size(); ++i) {
+      if (has[own->parameters[i]] && group.params()[i].trains()) group.hand_out(i);
+    }
+    group.end_backward();
+  }
 }
 
 void StagedModel::complete_gradients(const std::vector<bool>& has) {

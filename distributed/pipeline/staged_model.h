@@ -25,6 +25,12 @@
 // their gradient when it ends; the owner adds these to its own by ascending stages. So the gradient
 // of a tied table is (sum over micro-batches of the embedding's) + (that of the head's), while one
 // process adds both micro-batch by micro-batch; StagedModel on one rank gives its bits.
+//
+// [Note: stages that are sharded] The ranks along "dp_shard" with one stage may divide its
+// parameters into equal runs, of which a rank holds, and its optimizer updates, one (FlatShards
+// along the product of "pp" and "dp_shard", of which other stages' ranks hold nothing). They are
+// gathered when a step begins, stay whole until the stage's last backward of it, and then the
+// gradients, whole so far, are reduced once, each to the rank with its elements.
 #pragma once
 
 #include <cstdint>
@@ -42,9 +48,17 @@
 
 namespace tessera::distributed {
 
+// What the data-parallel ranks of a stage divide, see [Note: stages that are sharded].
+enum class StageSharding : uint8_t {
+  kNone,
+  kStates,      // gradients and optimizer states between steps: parameters stay whole (ZeRO-1)
+  kParameters,  // and the parameters: they are whole within steps alone
+};
+
 struct StagingOptions {
   std::vector<std::string> cuts;  // dotted names of the modules with which stages 1, 2... begin
   int stages_per_rank = 1;
+  StageSharding sharding = StageSharding::kNone;
 };
 
 // Cuts at some of these blocks, given in the model's order, so that the stage with the most
@@ -60,7 +74,8 @@ class StagedModel {
   // `mesh`: has an axis "pp", along which stage s is on coordinate s % ranks; null: one rank has all
   // stages, and parameters stay as they are. Frees the memory of parameters of other ranks. The
   // model outlives it. ConfigError for cuts that the model lacks, that are not in its order or whose
-  // number does not fit, and for parameters that are divided already.
+  // number does not fit, for parameters that are divided already, and for sharding over a mesh in
+  // which "dp_shard" does not follow "pp". Collective if it shards.
   StagedModel(nn::ModuleBase& model, Mesh* mesh, const StagingOptions& options);
   ~StagedModel();
   StagedModel(const StagedModel&) = delete;
@@ -106,6 +121,9 @@ class StagedModel {
   // The gradients of this rank's own parameters that require one, zeros where `has` says that
   // another rank has one and there is none: to be reduced in place over data-parallel ranks.
   TensorList gradients_to_reduce(const std::vector<bool>& has);
+  // Of stages that are sharded: ends their reductions, and parameters have their parts of the sums
+  // over the stage's ranks wherever `has` says that one of these has a gradient. Collective.
+  void finish_reductions(const std::vector<bool>& has);
   // The ranks of other stages get persistent buffers, which calls may have changed. Collective along
   // "pp".
   void share_buffers();

@@ -1,108 +1,23 @@
 // Models that are trained by pipeline stages through the Accelerator: losses, norms and parameters
 // have the bits of one process that accumulates the same micro-batches.
 // ctest labels: threads
-#include <gtest/gtest.h>
-
-#include <chrono>
-#include <cmath>
-#include <filesystem>
-#include <functional>
 #include <latch>
-#include <map>
-#include <vector>
 
-#include <tessera/accelerate/accelerator.h>
-#include <tessera/autograd/autograd.h>
-#include <tessera/autograd/ops.h>
-#include <tessera/core/factory/factory.h>
-#include <tessera/core/parallel.h>
-#include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
-#include <tessera/nn/models/bert.h>
-#include <tessera/nn/models/gpt2.h>
-#include <tessera/nn/models/llama.h>
 #include <tessera/nn/norm.h>
 #include <tessera/optim/muon.h>
-#include <tessera/optim/optimizers.h>
 
-#include "distributed/compared_ranks.h"
 #include "message_of.h"
+#include "parallel/pipeline_training.h"
 
 namespace tessera::test_pipeline_training {
 namespace {
 
-using accelerate::PipelineOptions;
-using distributed::compared_ranks;
-using nn::models::Bert;
-using nn::models::Gpt;
-using nn::models::Llama;
-
-constexpr int64_t kVocabulary = 51;
-constexpr int kSteps = 3;
-
-struct Batch {
-  Tensor inputs, targets;  // [2, 8]
-};
-Batch batch_of(int64_t number) {
-  const RandomStream stream{5, static_cast<uint64_t>(number)};
-  const Tensor tokens = randint(0, kVocabulary, {2, 9}, kI64, stream);
-  return {tokens.narrow(1, 0, 8).contiguous(), tokens.narrow(1, 1, 8).contiguous()};
-}
-
-// What is trained: a model and its loss of a batch.
-struct Training {
-  std::unique_ptr<nn::ModuleBase> model;
-  std::function<Tensor(const Batch& batch)> loss;
-};
-using MakeTraining = std::function<Training()>;
-
-template <class Model>
-Training training_of(std::unique_ptr<Model> model,
-                     const std::function<Tensor(Model& model, const Batch& batch)>& loss) {
-  Model& reference = *model;
-  return {std::move(model),
-          [&reference, loss](const Batch& batch) { return loss(reference, batch); }};
-}
-Training gpt(bool tied, double dropout = 0, nn::models::Logits logits = nn::models::Logits::kAll) {
-  manual_seed(1);
-  return training_of<Gpt>(
-      std::make_unique<Gpt>(nn::models::GptConfig{.vocab_size = kVocabulary,
-                                                  .context = 16,
-                                                  .width = 32,
-                                                  .layers = 4,
-                                                  .heads = 4,
-                                                  .dropout = dropout,
-                                                  .tied = tied}),
-      [logits](Gpt& model, const Batch& b) { return model(b.inputs, b.targets, logits).loss; });
-}
-Training untied() { return gpt(false); }
-Training llama() {
-  manual_seed(1);
-  return training_of<Llama>(
-      std::make_unique<Llama>(nn::models::LlamaConfig{.vocab_size = kVocabulary,
-                                                      .width = 32,
-                                                      .inner = 24,
-                                                      .layers = 4,
-                                                      .heads = 4,
-                                                      .kv_heads = 2,
-                                                      .tied = false}),
-      [](Llama& model, const Batch& b) { return model(b.inputs, b.targets).loss; });
-}
-Training bert() {
-  manual_seed(1);
-  return training_of<Bert>(
-      std::make_unique<Bert>(nn::models::BertConfig{
-          .vocab_size = kVocabulary, .width = 32, .layers = 4, .heads = 4, .context = 16}),
-      [](Bert& model, const Batch& b) {
-        nn::models::TokenFeatures features;
-        features.attention_mask = ne(b.inputs, 7).to(kI64);
-        return model(b.inputs, features, b.inputs.select(1, 0).remainder(2)).loss;
-      });
-}
+using namespace test_pipeline;
 
 // Blocks with running statistics.
 struct NormedBlock : nn::Module<NormedBlock> {
@@ -133,94 +48,6 @@ Training normed() {
   return training_of<Normed>(std::make_unique<Normed>(), [](Normed& model, const Batch& b) {
     return model(b.inputs, b.targets);
   });
-}
-
-using MakeOptimizer = std::function<std::unique_ptr<optim::Optimizer>(const NamedTensors&)>;
-// A large eps: a key's bias has no gradient but rounding, of which Adam would make steps.
-std::unique_ptr<optim::Optimizer> adamw(const NamedTensors& parameters) {
-  return std::make_unique<optim::AdamW>(parameters, optim::AdamW::Options{.lr = 1e-2, .eps = 1e-3});
-}
-
-// How it is trained.
-struct Way {
-  int pp = 1;
-  int ranks = 0;  // 0: pp
-  int stages_per_rank = 1;
-  int64_t micro_batches = 4;
-  distributed::PipelineSchedule schedule = distributed::PipelineSchedule::kOneFOneB;
-  Precision precision = Precision::kNo;
-  double init_scale = 65536;
-  PipelineOptions options = {};
-  MakeOptimizer optimizer = adamw;
-  std::vector<double> weights = {};
-  std::vector<std::vector<double>> weights_of_ranks = {};  // data-parallel ones
-  bool zeroes = true;
-  bool checkpoints = false;
-  DType dtype = kF32;
-  std::function<void(nn::ModuleBase& model)> change = {};
-  int first = 0, last = kSteps;  // steps
-  std::string load = {}, save = {};
-};
-
-using Values = std::map<std::string, std::vector<double>>;
-struct Trained {
-  std::vector<double> losses, norms, scales;
-  Values parameters;  // of rank 0
-};
-
-AcceleratorOptions settings_of(const Way& way) {
-  AcceleratorOptions settings{.mixed_precision = way.precision,
-                              .gradient_accumulation_steps = way.micro_batches,
-                              .cpu = true};
-  settings.loss_scale.init_scale = way.init_scale;
-  settings.pp.size = way.pp;
-  settings.pp.stages_per_rank = way.stages_per_rank;
-  settings.pp.schedule = way.schedule;
-  settings.fsdp.activation_checkpointing = way.checkpoints;
-  return settings;
-}
-
-Trained train(const MakeTraining& make, const Way& way) {
-  set_num_threads(1);
-  Accelerator accelerator(settings_of(way));
-  accelerator.set_seed(3);
-  const Training training = make();
-  training.model->to(way.dtype);
-  if (way.change) way.change(*training.model);
-  const auto optimizer = way.optimizer(training.model->named_parameters());
-  Pipeline pipeline = accelerator.pipeline(*training.model, way.options);
-  accelerator.prepare(*training.model, optimizer);
-  if (!way.load.empty()) accelerator.load_state(way.load);
-  Trained trained;
-  const int64_t data_rank = accelerator.data_ranks().rank();
-  const int64_t data_ranks = accelerator.data_ranks().size();
-  for (int step = way.first; step < way.last; ++step) {
-    std::vector<Batch> window;
-    for (int64_t micro = 0; micro < way.micro_batches; ++micro) {
-      window.push_back(batch_of((step * way.micro_batches + micro) * data_ranks + data_rank));
-    }
-    const std::vector<double>& weights =
-        way.weights_of_ranks.empty() ? way.weights
-                                     : way.weights_of_ranks.at(static_cast<size_t>(data_rank));
-    const Tensor loss = pipeline.step(window, training.loss, {.weights = weights});
-    trained.losses.push_back(loss.item());
-    trained.norms.push_back(accelerator.clip_grad_norm(training.model->parameters(), 0.5).item());
-    optimizer->step();
-    if (way.zeroes) optimizer->zero_grad();
-    trained.scales.push_back(accelerator.loss_scale());
-  }
-  if (!way.save.empty()) accelerator.save_state(way.save);
-  for (const auto& [name, tensor] : accelerator.get_state_dict(*training.model)) {
-    trained.parameters[name] = tensor.to_vector();
-  }
-  return trained;
-}
-
-Trained train_alone(const MakeTraining& make, Way way) {
-  way.pp = way.stages_per_rank = 1;
-  Trained trained;
-  compared_ranks(1, [&](int) { trained = train(make, way); });
-  return trained;
 }
 
 void expect_same_bits(const Trained& own, const Trained& expected, int rank) {
@@ -377,16 +204,6 @@ TEST(PipelineTraining, BesideDataParallelRanksGradientsAreAddedUp) {
 }
 
 // ---- State -------------------------------------------------------------------------------------
-
-class Folder {
- public:
-  explicit Folder(const std::string& name)
-      : path(std::filesystem::temp_directory_path() /
-             (name + std::to_string(std::chrono::steady_clock::now().time_since_epoch().count()))) {
-  }
-  ~Folder() { std::filesystem::remove_all(path); }
-  const std::filesystem::path path;
-};
 
 TEST(PipelineTraining, ACheckpointGoesOnWithAnyNumberOfStages) {
   const auto dropping = [] { return gpt(false, 0.2); };
@@ -643,6 +460,7 @@ TEST(PipelineTraining, DescriptionsNameStagesAndTheBubble) {
     const std::string text = pipeline.describe();
     EXPECT_TRUE(mentions(text, "2 stages on 2 ranks, 1 micro-batches: a bubble of 50.0%")) << text;
     EXPECT_TRUE(mentions(text, "fewer micro-batches than ranks")) << text;
+    EXPECT_TRUE(mentions(text, "each rank keeps at most: 1 1")) << text;
     EXPECT_TRUE(mentions(text, "stage 1 on rank 1, from 'transformer.h.2'")) << text;
     EXPECT_TRUE(mentions(accelerator.describe(), "stage 1 on rank 1, from 'transformer.h.2'"));
   });
