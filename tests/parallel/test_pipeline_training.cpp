@@ -6,6 +6,7 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/nn/container.h>
+#include <tessera/nn/dropout.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
@@ -179,6 +180,85 @@ TEST(PipelineTraining, FrozenStagesSendNoGradients) {
     }
   };
   expect_as_alone(untied, {.pp = 2, .change = whole_first});
+}
+
+// A block that draws numbers only while it is trained: other stages draw as many before theirs.
+struct AskingBlock : nn::Module<AskingBlock> {
+  explicit AskingBlock(int64_t width)
+      : fc(add<nn::Linear>("fc", width, width)), dropout(add<nn::Dropout>("dropout", 0.3)) {}
+  Tensor forward(const Tensor& x) {
+    const Tensor y = fc(x);
+    return x + (fc.weight.requires_grad() ? dropout(y) : y);
+  }
+  nn::Linear& fc;
+  nn::Dropout& dropout;
+};
+struct Asking : nn::Module<Asking> {
+  Asking()
+      : embed(add<nn::Embedding>("embed", kVocabulary, 16)),
+        blocks(add<nn::ModuleList>("blocks")),
+        head(add<nn::Linear>("head", 16, kVocabulary)) {
+    for (int i = 0; i < 3; ++i) blocks.append<AskingBlock>(16);
+  }
+  Tensor forward(const Tensor& tokens, const Tensor& targets) {
+    Tensor x = embed(tokens).view({tokens.numel(), 16});
+    for (size_t i = 0; i < blocks.size(); ++i) x = blocks.at<AskingBlock>(i)(x);
+    return cross_entropy(head(x), targets.reshape({targets.numel()}));
+  }
+  nn::Embedding& embed;
+  nn::ModuleList& blocks;
+  nn::Linear& head;
+};
+
+TEST(PipelineTraining, FrozenParametersAreFrozenInAllStages) {
+  const auto asking = [] {
+    manual_seed(1);
+    return training_of<Asking>(std::make_unique<Asking>(), [](Asking& model, const Batch& b) {
+      return model(b.inputs, b.targets);
+    });
+  };
+  const auto freeze = [](nn::ModuleBase& model, int step) {
+    for (const auto& [name, tensor] : model.named_parameters()) {
+      if (name.starts_with("blocks.0.fc")) tensor.set_requires_grad(step != 1);
+    }
+  };
+  for (const int pp : {2, 3}) {
+    expect_as_alone(asking, {.pp = pp, .micro_batches = 2, .before_step = freeze});
+  }
+}
+
+// Whoever looks at gradients (clipping, optimizers, averages) finds those of the same parameters.
+TEST(PipelineTraining, AllRanksHaveGradientsOfTheSameParameters) {
+  compared_ranks(3, [&](int) {
+    Accelerator accelerator(settings_of({.pp = 3, .micro_batches = 2}));
+    const Training training = untied();
+    Gpt& model = static_cast<Gpt&>(*training.model);
+    Pipeline pipeline = accelerator.pipeline(model);
+    const auto of_which = [&] {
+      std::vector<bool> found;
+      for (const Tensor& parameter : model.parameters()) {
+        found.push_back(parameter.grad().defined());
+        if (found.back()) {
+          EXPECT_EQ(parameter.grad().numel(), parameter.numel());
+        }
+      }
+      return found;
+    };
+    const std::vector<Batch> window = {batch_of(0), batch_of(1)};
+    pipeline.step(window, training.loss);
+    EXPECT_EQ(of_which(), std::vector<bool>(model.parameters().size(), true));
+    // Those of a part that is frozen meanwhile go with the next zero_grad() alone.
+    for (const auto& [name, tensor] : model.named_parameters()) {
+      if (name.starts_with("transformer.h.1")) tensor.set_requires_grad(false);
+      tensor.set_grad(Tensor());
+    }
+    pipeline.step(window, training.loss);
+    std::vector<bool> expected;
+    for (const auto& [name, tensor] : model.named_parameters()) {
+      expected.push_back(!name.starts_with("transformer.h.1"));
+    }
+    EXPECT_EQ(of_which(), expected);
+  });
 }
 
 // ---- With data-parallel ranks ------------------------------------------------------------------
