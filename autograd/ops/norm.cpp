@@ -9,6 +9,7 @@
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/fp8/norm_call.h>
+#include <tessera/autograd/meta_inputs.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>
 #include <tessera/autograd/ops/dropout_at.h>
@@ -36,8 +37,9 @@ void check_parameter(const Op& op, const char* name, const Tensor& parameter, co
                  parameter, " for x ", x);
   TS_CHECK_DTYPE(is_floating(parameter.dtype()) && !is_fp8(parameter.dtype()), op, name,
                  " must be f64, f32, f16 or bf16; got ", parameter);
-  TS_CHECK_DEVICE(parameter.device() == x.device(), op, name, " is on ", parameter.device(),
-                  " and x on ", x.device());
+  const bool left_unread = is_left_unread(x) || is_left_unread(parameter);
+  TS_CHECK_DEVICE(left_unread || parameter.device() == x.device(), op, name, " is on ",
+                  parameter.device(), " and x on ", x.device());
 }
 
 // The number of elements that a row has, after checking that x ends in normalized_shape.

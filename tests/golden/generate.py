@@ -16,6 +16,7 @@ import lora_cases
 import model_cases
 import muon_cases
 import op_cases
+import pipeline_cases
 import power_sgd_cases
 import tensor_parallel_cases
 import tokenizer_cases
@@ -34,6 +35,7 @@ if __name__ == "__main__":
     decoder_cases.write_all()
     power_sgd_cases.write_all()
     tensor_parallel_cases.write_all()
+    pipeline_cases.write_all()
     muon_cases.write_all()
     layer_cases.write_all()
     transform_cases.write_all()
