@@ -40,8 +40,8 @@ void check_combination(const accelerate::Settings& settings, const ModelRecord& 
   refuse(!settings.fsdp_ignored_modules.value.empty(), "fsdp_ignored_modules", "leave it out");
   refuse(settings.ddp_comm_hook.value != accelerate::CommHook::kNone, "ddp_comm_hook",
          "leave it out");
-  refuse(settings.tp_size > 1 || settings.cp_size > 1 || settings.sp_size > 1,
-         "tp_size, cp_size and sp_size", "take data-parallel ranks beside the stages");
+  refuse(settings.cp_size > 1 || settings.sp_size > 1, "cp_size and sp_size",
+         "take data-parallel ranks beside the stages");
   refuse(accelerate::offloads(settings), "offload", "leave it out");
   const precision::Policy& policy = record.policy.policy();
   refuse(record.policy.fp8() != nullptr, "mixed_precision fp8", "take bf16");
@@ -84,7 +84,12 @@ void Accelerator::State::deal_over_stages(ModelRecord& record) {
       values.push_back({named.name, raw::alias(named.tensor)});
     }
     const NoGradGuard no_grad;
-    distributed::broadcast_tensors(values, dims->state_ranks(), 0, "parameters");
+    // Ranks that divide layers have agreed, and hold different parts.
+    distributed::Mesh& mesh = dims->mesh();
+    distributed::Group& alike =
+        mesh.has("tp") ? mesh.group({"pp", mesh.has("dp_shard") ? "dp_shard" : "dp_replicate"})
+                       : dims->state_ranks();
+    distributed::broadcast_tensors(values, alike, 0, "parameters");
   }
   const auto per_rank = static_cast<int>(settings.pp_stages_per_rank);
   std::vector<std::string> wanted = cuts.empty() ? settings.pp_cuts.value : cuts;

@@ -445,7 +445,7 @@ void parallelize(ParallelizedModel& made, nn::ModuleBase& model, const Settings&
   // the optimizer's part lie with the host.
   // Stages reduce their gradients themselves, when the last backward has ended.
   const bool staged = settings.pp_size > 1;
-  const bool divides = dims.mesh().has("tp") && trains && !staged;
+  const bool divides = dims.mesh().has("tp") && trains;
   const bool parallel =
       (several || divides || policy.needs_masters() || offloads(settings)) && trains && !staged;
   if (divides) check_divides(settings, dims);

@@ -166,6 +166,11 @@ std::optional<DTensorSpec> spec_across(const Tensor& tensor, const std::string& 
 
 }  // namespace
 
+void lie_across(ShardedParam& param, Mesh& mesh, std::string_view where) {
+  param.across = spec_across(param.shard, param.name, mesh, where);
+  if (param.across) take_summed_axes(param, mesh, where);
+}
+
 std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std::string>& ignored,
                                           std::string_view where) {
   const std::vector<nn::ModuleBase*>& modules = unit.modules;
@@ -197,8 +202,7 @@ std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std
       const auto [at, added] = known.try_emplace(place->impl(), params.size());
       if (added) {
         params.push_back({.name = full, .shard = *place, .whole = {}, .places = {}});
-        params.back().across = spec_across(*place, full, *unit.ranks.mesh, where);
-        if (params.back().across) take_summed_axes(params.back(), *unit.ranks.mesh, where);
+        lie_across(params.back(), *unit.ranks.mesh, where);
       }
       params[at->second].places.push_back(place);
     }

@@ -17,6 +17,10 @@ namespace tessera::distributed {
 // other axes of the mesh have ShardedParam::across. Throws as fully_shard(), named `where`.
 std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std::string>& ignored,
                                           std::string_view where);
+// Where the parameter is a part along other axes of the mesh already: notes how, and where its
+// gradient is a summand there, cuts it along these axes, too. UnsupportedError for what cannot be
+// cut once more.
+void lie_across(ShardedParam& param, Mesh& mesh, std::string_view where);
 // Compares names, shapes, dtypes, requires_grad and `options`, a text of other settings, among the
 // ranks of the mesh (DistributedError). With `init_sync` all ranks get rank 0's values.
 void synchronise_parameters(const std::vector<ShardedParam>& params, Mesh& mesh, bool init_sync,

@@ -22,7 +22,10 @@
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/broadcast.h>
+#include <tessera/distributed/fully_shard/local_parts.h>
 #include <tessera/distributed/fully_shard/param_group.h>
+#include <tessera/distributed/fully_shard/shard_setup.h>
+#include <tessera/distributed/mesh/divided_parameter.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
 namespace tessera::distributed {
@@ -48,8 +51,15 @@ std::vector<double> arithmetic_of(nn::ModuleBase& model) {
   return costs;
 }
 
+// What the tensor that ops read in a parameter's place is to the ranks that divide its layer.
+uint64_t marks_of(const Tensor& parameter) {
+  const DividedParameter* divided = divided_parameter(parameter);
+  return divided != nullptr ? divided->marks : 0;
+}
+
 Tensor meta_of(const Tensor& x) {
   const Tensor meta = raw::empty(x.shape(), x.dtype(), kMeta);
+  meta.impl()->marks = x.impl()->marks;
   if (is_floating(x.dtype()) && x.requires_grad()) meta.set_requires_grad();
   return meta;
 }
@@ -195,6 +205,7 @@ struct StagedModel::Impl {
   std::vector<HookHandle> handles;
   std::vector<double> arithmetic;  // of each stage
   StageSharding sharding = StageSharding::kNone;
+  bool is_divided = false;  // by tensor parallelism
   std::vector<std::unique_ptr<Shards>> shards;
 
   // Within a step.
@@ -261,8 +272,10 @@ void StagedModel::Impl::deal(const StagingOptions& options) {
     return stage_of.at(dot == std::string::npos ? std::string() : name.substr(0, dot));
   };
   for (const NamedTensor& named : model->named_parameters()) {
-    TS_CHECK_AS(ConfigError, element_guard(named.tensor) == nullptr, kStages, "'", named.name,
-                "' is ", named.tensor,
+    const bool by_layers = divided_parameter(named.tensor) != nullptr;
+    is_divided = is_divided || by_layers;
+    TS_CHECK_AS(ConfigError, by_layers || element_guard(named.tensor) == nullptr, kStages, "'",
+                named.name, "' is ", named.tensor,
                 ": it was divided before; deal a model over stages before other ways of sharding");
     parameters.push_back({named.name, named.tensor, {}});
   }
@@ -329,24 +342,40 @@ void StagedModel::Impl::divide(Parameter& one) {
 // ---- see [Note: stages that are sharded]
 
 void StagedModel::Impl::shard() {
-  Mesh& parts = mesh->view({{"pp_dp_shard", {"pp", "dp_shard"}}});
-  Group& holders = mesh->group("dp_shard");
-  const int count = holders.size();
+  const std::string data = mesh->has("dp_shard") ? "dp_shard" : "dp_replicate";
+  Mesh& parts = mesh->view({{"pp_" + data, {"pp", data}}});
+  // Those whose gradients are summands among the ranks that divide a layer lie on these, too.
+  Group& holders = mesh->group(data);
+  Group& wider = is_divided ? mesh->group({data, "tp"}) : holders;
+  let_go_of_local_parts({model});
   for (Parameter& one : parameters) {  // before the elements go
     for (Use& use : one.uses) {
       if (!has(use.stage) || rank_of(one.uses.front().stage) == rank) continue;
       use.whole = clone(raw::alias(one.parameter));
+      use.whole.impl()->marks = marks_of(one.parameter);
       use.whole.set_requires_grad(one.parameter.requires_grad());
     }
+  }
+  std::vector<ShardedParam> all;
+  for (const Parameter& one : parameters) {
+    ShardedParam& param = all.emplace_back(
+        ShardedParam{.name = one.name, .shard = one.parameter, .whole = {}, .places = {}});
+    lie_across(param, parts, kStages);
+    if (!param.across) continue;
+    const std::vector<int64_t> numels = param.across->part_numels();
+    TS_CHECK_AS(UnsupportedError,
+                std::ranges::adjacent_find(numels, std::not_equal_to<>()) == numels.end(), kStages,
+                "takes parts of one size, and '", param.name, "' is ", param.shard,
+                ", of which ranks hold more than others; pad it to a multiple of the ranks");
   }
   for (int stage = 0; stage < stages; ++stage) {
     std::vector<std::vector<size_t>> lists;  // of one dtype and device each
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (parameters[i].uses.front().stage != stage) continue;
       const auto same = std::ranges::find_if(lists, [&](const std::vector<size_t>& list) {
-        const Tensor& other = parameters[list.front()].parameter;
-        return other.dtype() == parameters[i].parameter.dtype() &&
-               other.device() == parameters[i].parameter.device();
+        const ShardedParam& other = all[list.front()];
+        return other.shard.dtype() == all[i].shard.dtype() &&
+               other.shard.device() == all[i].shard.device() && other.mesh == all[i].mesh;
       });
       (same == lists.end() ? lists.emplace_back() : *same).push_back(i);
     }
@@ -354,20 +383,21 @@ void StagedModel::Impl::shard() {
       std::vector<ShardedParam> params;
       for (const size_t i : list) {
         parameters[i].parameter.set_grad(Tensor());
-        params.push_back({.name = parameters[i].name,
-                          .shard = parameters[i].parameter,
-                          .whole = {},
-                          .places = {}});
+        params.push_back(all[i]);
       }
-      const int first = rank_of(stage) * count;
+      Mesh& over = params.front().mesh != nullptr ? *params.front().mesh : parts;
+      Group& ranks_of_list = params.front().mesh != nullptr ? wider : holders;
+      const int count = ranks_of_list.size(), first = rank_of(stage) * count;
       if (has(stage)) {
         auto own =
             std::make_unique<Shards>(Shards{.stage = stage, .group = {}, .parameters = list});
-        const bool keeps = sharding == StageSharding::kStates;
+        const bool keeps = sharding != StageSharding::kParameters;
         own->group = std::make_unique<FlatShards>(
             "stage " + std::to_string(stage),
-            ShardRanks{.mesh = &parts, .shards = &holders, .batches = &holders, .first = first},
-            std::move(params), GroupDTypes{}, false, keeps, OffloadPolicy::kNone, keeps);
+            ShardRanks{
+                .mesh = &over, .shards = &ranks_of_list, .batches = &holders, .first = first},
+            std::move(params), GroupDTypes{}, false, keeps, OffloadPolicy::kNone,
+            keeps || count == 1);
         for (size_t i = 0; i < list.size(); ++i) {
           parameters[list[i]].shards = own.get();
           parameters[list[i]].uses.front().whole = own->group->params()[i].whole;
@@ -379,7 +409,7 @@ void StagedModel::Impl::shard() {
       const FlatRun run(params, count, alignment_of({dtype}));
       for (size_t i = 0; i < params.size(); ++i) {
         params[i].shape = params[i].shard.shape();
-        become_part(params[i], raw::empty({0}, dtype, params[i].shard.device()), parts,
+        become_part(params[i], raw::empty({0}, dtype, params[i].shard.device()), over,
                     FlatShard{first * run.part_numel + run.offsets[i], run.part_numel});
       }
     }
@@ -389,6 +419,7 @@ void StagedModel::Impl::shard() {
     for (Use& use : one.uses) {
       if (!has(use.stage) || use.whole.defined()) continue;
       use.whole = raw::alias(one.uses.front().whole);
+      use.whole.impl()->marks = marks_of(one.parameter);
       use.whole.set_requires_grad(one.parameter.requires_grad());
     }
   }
@@ -450,10 +481,12 @@ StagedModel::StagedModel(nn::ModuleBase& model, Mesh* mesh, const StagingOptions
   TensorList metas;
   for (const Impl::Parameter& parameter : impl.parameters) {
     metas.push_back(meta_of(parameter.parameter));
+    metas.back().impl()->marks = marks_of(parameter.parameter);
   }
-  if (impl.sharding != StageSharding::kNone) {
+  const bool shards = impl.sharding != StageSharding::kNone || impl.is_divided;
+  if (shards) {
     TS_CHECK_AS(
-        ConfigError, impl.ranks > 1 && mesh->has("dp_shard") && !mesh->has("dp_replicate"), kStages,
+        ConfigError, impl.ranks > 1 && mesh->has("dp_shard") != mesh->has("dp_replicate"), kStages,
         "the ranks of a stage that divide its parameters are neighbours along "
         "'dp_shard'; got ",
         mesh == nullptr ? std::string("one rank") : mesh->describe(), "; leave dp_replicate out");
@@ -462,7 +495,7 @@ StagedModel::StagedModel(nn::ModuleBase& model, Mesh* mesh, const StagingOptions
   }
   for (size_t i = 0; i < impl.parameters.size(); ++i) {
     Impl::Parameter& parameter = impl.parameters[i];
-    if (impl.sharding == StageSharding::kNone) impl.divide(parameter);
+    if (!shards) impl.divide(parameter);
     for (Impl::Place& place : impl.places) {
       if (place.is_buffer || !place.outside.is(parameter.parameter)) continue;
       place.meta = metas[i];
@@ -596,7 +629,10 @@ void StagedModel::Impl::at_cut(int stage, nn::TensorRefs inputs) {
                      kStages, "argument ", i, " of '", cuts[static_cast<size_t>(stage - 1)],
                      "' is ", given, " here, and what the stage before sends is ", value,
                      "; all ranks of a pipeline read the same batches");
-      if (given.defined() && value.defined()) call.meanings.emplace_back(given, value);
+      if (given.defined() && value.defined()) {
+        value.impl()->marks = given.impl()->marks;
+        call.meanings.emplace_back(given, value);
+      }
       given = value;
     }
   } else if (stage == call.stage + 1) {

@@ -33,11 +33,23 @@ struct Conversion {
     return {axis, dual(to), dual(from), both ? other : length, length};
   }
 
+  // Of what another stage of a pipeline calculates: its shape.
+  Tensor shape_of_result(const Tensor& x, Group& group) const {
+    Shape shape = x.shape();
+    if (from.is_shard()) shape[from.dim] = length;
+    if (to.is_shard()) {
+      const int64_t whole = from.is_shard() ? other : length;
+      shape[to.dim] = length_of(ranges_of(placement_of(to), whole, group.size(), group.rank()));
+    }
+    return raw::empty(shape, x.dtype(), x.device());
+  }
+
   Tensor run(const Tensor& x, Group& group) const {
     const bool was_whole = !from.is_shard() && !from.is_summand();
     const bool moves_nothing = from == to || (was_whole && !to.is_shard() && !to.is_summand()) ||
                                (was_whole && to.is_summand() && group.rank() == 0);
     if (moves_nothing || group.size() == 1) return raw::alias(x);
+    if (x.is_meta() && group.backend().moves_data()) return shape_of_result(x, group);
     return moved_along(x, placement_of(from), placement_of(to), length, group, kConvertCall);
   }
 };

@@ -72,9 +72,13 @@ Tensor linear_cross_entropy(const VocabularyPart& part, const Tensor& x, const T
 
   ComputeMesh& mesh = compute_mesh();
   const Tensor top = amax(detach(logits), {1}, true);  // [N, 1]
-  mesh.group(mesh.position(part.axis))
-      .all_reduce(top, ReduceOp::kMax, {.channel = Channel::kModule, .tag = "loss", .waits = true})
-      .wait();
+  Group& ranks = mesh.group(mesh.position(part.axis));
+  if (!top.is_meta() || !ranks.backend().moves_data()) {  // else of another stage of a pipeline
+    ranks
+        .all_reduce(top, ReduceOp::kMax,
+                    {.channel = Channel::kModule, .tag = "loss", .waits = true})
+        .wait();
+  }
   const auto total = [&](const Tensor& summand) {
     return convert(as(Mark::summand(), part.axis, summand), part.axis, Mark::invariant());
   };

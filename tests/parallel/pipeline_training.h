@@ -111,6 +111,9 @@ struct Way {
   int64_t micro_batches = 4;
   distributed::PipelineSchedule schedule = distributed::PipelineSchedule::kOneFOneB;
   Sharding sharding = Sharding::kDdp;
+  int tp = 1;
+  bool sequence = true;  // with tp
+  bool alike = false;    // batches count alike
   Precision precision = Precision::kNo;
   double init_scale = 65536;
   PipelineOptions options = {};
@@ -143,6 +146,8 @@ inline AcceleratorOptions settings_of(const Way& way) {
   settings.pp.schedule = way.schedule;
   settings.fsdp.activation_checkpointing = way.checkpoints;
   settings.sharding = way.sharding;
+  if (way.alike) settings.loss_weighting = LossWeighting::kHuggingFace;
+  if (way.tp > 1) settings.tp_size = way.tp, settings.tp_sequence = way.sequence;
   return settings;
 }
 
@@ -188,7 +193,7 @@ inline Trained train(const MakeTraining& make, const Way& way) {
 }
 
 inline Trained train_alone(const MakeTraining& make, Way way) {
-  way.pp = way.stages_per_rank = 1;
+  way.pp = way.stages_per_rank = way.tp = 1;
   Trained trained;
   compared_ranks(1, [&](int) { trained = train(make, way); });
   return trained;

@@ -1,5 +1,5 @@
-// Pipelines whose stages are sharded over data-parallel ranks: trained, clipped, saved and loaded
-// as in one process.
+// Pipelines whose stages are sharded over data-parallel ranks, or whose layers ranks divide:
+// trained, clipped, saved and loaded as in one process.
 // ctest labels: threads
 #include <tessera/core/memory/allocator.h>
 #include <tessera/distributed/mesh/dtensor.h>
@@ -41,7 +41,7 @@ void expect_as_alone(const MakeTraining& make, Way way) {
   way.dtype = kF64;
   Way alone = way;
   alone.sharding = Sharding::kDdp;
-  const int data_ranks = way.ranks / way.pp;
+  const int data_ranks = way.ranks / way.pp / way.tp;
   alone.micro_batches = way.micro_batches * data_ranks;
   alone.weights_of_ranks.clear();
   for (int64_t micro = 0; !way.weights_of_ranks.empty() && micro < way.micro_batches; ++micro) {
@@ -52,7 +52,8 @@ void expect_as_alone(const MakeTraining& make, Way way) {
   const Trained expected = train_alone(make, alone);
   compared_ranks(way.ranks, [&](int rank) {
     SCOPED_TRACE("rank " + std::to_string(rank) + ", " + std::to_string(way.pp) + " stages x " +
-                 std::to_string(data_ranks) + (way.sharding == Sharding::kFsdp ? ", fsdp" : ""));
+                 std::to_string(data_ranks) + " x " + std::to_string(way.tp) +
+                 (way.sharding == Sharding::kFsdp ? ", fsdp" : ""));
     const Trained own = train(make, way);
     expect_near(own.of_all, expected.of_all, kTolerance, "loss");
     expect_near(own.norms, expected.norms, kTolerance, "norm");
@@ -103,9 +104,14 @@ TEST(PipelineSharded, DropoutAndRecomputedBlocksGiveTheSame) {
 }
 
 TEST(PipelineSharded, GradientsThatNobodyClearedAreAddedTo) {
-  for (const Sharding sharding : kWays) {
-    expect_as_alone(
-        untied, {.pp = 2, .ranks = 4, .micro_batches = 2, .sharding = sharding, .zeroes = false});
+  for (const bool alike : {false, true}) {
+    Way way{.pp = 2, .ranks = 4, .micro_batches = 2, .alike = alike, .zeroes = false};
+    for (const Sharding sharding : kWays) {
+      way.sharding = sharding;
+      expect_as_alone(untied, way);
+    }
+    way.sharding = Sharding::kDdp, way.tp = 2;
+    expect_as_alone(untied, way);
   }
 }
 
@@ -117,9 +123,17 @@ TEST(PipelineSharded, FrozenParametersStayAsTheyAre) {
       }
     }
   };
+  const auto in_turns = [](nn::ModuleBase& model, int step) {
+    for (const auto& [name, tensor] : model.named_parameters()) {
+      if (name.starts_with("transformer.h.1.attn")) tensor.set_requires_grad(step != 1);
+    }
+  };
   for (const Sharding sharding : kWays) {
-    expect_as_alone(
-        untied, {.pp = 2, .ranks = 4, .micro_batches = 2, .sharding = sharding, .change = freeze});
+    Way way{.pp = 2, .ranks = 4, .micro_batches = 2, .sharding = sharding};
+    way.before_step = in_turns;
+    expect_as_alone(untied, way);
+    way.change = freeze;
+    expect_as_alone(untied, way);
   }
 }
 
@@ -149,6 +163,11 @@ TEST(PipelineSharded, LossesAndNormsInF32AreThoseOfOneProcess) {
       expect_near(own.norms, expected.norms, 1e-5, "norm");
     });
   }
+  compared_ranks(4, [&](int) {
+    const Trained own = train(llama, {.pp = 2, .micro_batches = 4, .tp = 2, .optimizer = sgd});
+    expect_near(own.of_all, expected.of_all, 2e-6, "loss");
+    expect_near(own.norms, expected.norms, 1e-5, "norm");
+  });
 }
 
 // The scaled gradients of one stage overflow: no rank steps.
@@ -184,6 +203,64 @@ TEST(PipelineSharded, EvaluationReadsWholeStages) {
   for (const Sharding sharding : kWays) {
     compared_ranks(4, [&](int) { EXPECT_EQ(evaluate({.pp = 2, .sharding = sharding}), expected); });
   }
+}
+
+// ---- With ranks that divide layers -------------------------------------------------------------
+
+TEST(PipelineSharded, StagesOfDividedLayersGiveWhatOneProcessGives) {
+  for (const bool sequence : {false, true}) {
+    const Way way{.pp = 2, .ranks = 4, .micro_batches = 2, .tp = 2, .sequence = sequence};
+    expect_as_alone(untied, way);
+    expect_as_alone(llama, way);
+    expect_as_alone([] { return gpt(true); }, way);
+  }
+}
+
+TEST(PipelineSharded, DividedLayersOfStagesThatTakeTurns) {
+  expect_as_alone(untied, {.pp = 2,
+                           .ranks = 4,
+                           .stages_per_rank = 2,
+                           .micro_batches = 4,
+                           .tp = 2,
+                           .checkpoints = true});
+  expect_as_alone([] { return gpt(false, 0, nn::models::Logits::kWithoutLoss); },
+                  {.pp = 2, .ranks = 4, .micro_batches = 2, .tp = 2});
+}
+
+TEST(PipelineSharded, DividedLayersWithShardedStages) {
+  for (const Sharding sharding : kWays) {
+    expect_as_alone(untied,
+                    {.pp = 2, .ranks = 8, .micro_batches = 2, .sharding = sharding, .tp = 2});
+  }
+}
+
+TEST(PipelineSharded, PartsLieAlongTheirStageAndItsRanks) {
+  compared_ranks(8, [](int) {
+    Accelerator accelerator(settings_of({.pp = 2, .sharding = Sharding::kFsdp, .tp = 2}));
+    const Training training = untied();
+    accelerator.prepare(*training.model);
+    const std::string mesh = " on mesh(pp_dp_shard=4, tp=2)";
+    for (const auto& [name, tensor] : training.model->named_parameters()) {
+      const std::string lies = distributed::describe(distributed::placements_of(tensor)) + " on " +
+                               distributed::mesh_of(tensor).describe();
+      SCOPED_TRACE(name + ": " + lies);
+      EXPECT_TRUE(mentions(lies, "FlatShard"));
+      if (name.ends_with("c_attn.weight")) {
+        EXPECT_TRUE(mentions(lies, "BlockShard(0, 3)]" + mesh));
+      }
+      if (name.ends_with("c_proj.weight")) {
+        EXPECT_TRUE(mentions(lies, "Shard(1)]" + mesh));
+      }
+      if (name.ends_with("ln_1.weight")) {
+        EXPECT_TRUE(mentions(lies, "mesh(pp_dp_shard_tp=8)"));
+      }
+    }
+  });
+}
+
+TEST(PipelineSharded, DividedLayersDrawTheNumbersOfOneProcess) {
+  expect_as_alone([] { return gpt(false, 0.2); },
+                  {.pp = 2, .ranks = 4, .micro_batches = 2, .tp = 2});
 }
 
 // ---- Memory ------------------------------------------------------------------------------------
@@ -227,11 +304,13 @@ TEST(PipelineSharded, ACheckpointGoesOnInAnyComposition) {
   struct Composition {
     int ranks, pp;
     Sharding sharding;
+    int tp = 1;
   };
   const auto way_of = [](const Composition& one) {
     return Way{.pp = one.pp,
-               .micro_batches = 4 / (one.ranks / one.pp),
+               .micro_batches = 4 / (one.ranks / one.pp / one.tp),
                .sharding = one.sharding,
+               .tp = one.tp,
                .dtype = kF64};
   };
   const Trained whole = train_alone(dropping, {.micro_batches = 4, .dtype = kF64});
@@ -253,13 +332,16 @@ TEST(PipelineSharded, ACheckpointGoesOnInAnyComposition) {
     });
   };
   const Composition alone{1, 1, Sharding::kDdp}, zero1{4, 2, Sharding::kZero1},
-      fsdp{4, 2, Sharding::kFsdp}, stages{2, 2, Sharding::kDdp}, shards{2, 1, Sharding::kFsdp};
+      fsdp{4, 2, Sharding::kFsdp}, layers{4, 2, Sharding::kDdp, 2}, stages{2, 2, Sharding::kDdp},
+      shards{2, 1, Sharding::kFsdp};
   from(fsdp, alone);
   from(alone, fsdp);
   from(fsdp, zero1);
   from(zero1, stages);
   from(shards, fsdp);
   from(fsdp, shards);
+  from(layers, fsdp);
+  from(alone, layers);
 }
 
 // ---- What is refused ---------------------------------------------------------------------------
