@@ -498,6 +498,15 @@ std::string Group::late_ranks(const CommRecord& record, double waited) {
       }
     }
   }
+  if (is_message(record.operation) && record.root >= 0) {  // whose place in a queue nobody knows
+    const auto peer = static_cast<size_t>(record.root);
+    const bool is_silent = rank_context().watchdog != nullptr && !positions[peer].has_value();
+    return message + "; " + rank_list({&ranks_[peer], 1}) +
+           (is_silent || std::ranges::find(silent, ranks_[peer]) != silent.end()
+                ? " does not answer"
+            : record.operation == Operation::kRecv ? " has sent nothing that fits"
+                                                   : " has not received it");
+  }
   std::vector<int> here;
   std::map<std::pair<int64_t, std::string>, std::vector<int>> elsewhere;
   std::vector<int> unknown;
