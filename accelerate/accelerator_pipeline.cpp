@@ -333,16 +333,27 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
     return seed == 1 ? Tensor() : raw::full(one.shape(), seed, one.dtype(), one.device());
   };
   TensorList losses;
-  {
-    distributed::StagedModel::Step step(staged, groups(), std::move(calls), true);
-    losses = executor(staged, count).step();
-    step.finish();
-  }
+  // What ranks tell each other outside of the schedule's actions.
+  const auto between = [&](const char* when, const auto& exchange) {
+    try {
+      exchange();
+    } catch (DistributedError& error) {
+      error.add_context("pipeline, rank " + std::to_string(groups().outputs.rank()) + ", " + when);
+      throw;
+    }
+  };
+  std::optional<distributed::StagedModel::Step> step;
+  between("before the first forward",
+          [&] { step.emplace(staged, groups(), std::move(calls), true); });
+  losses = executor(staged, count).step();
+  between("behind the last backward", [&] { step->finish(); });
   state->counters.micro_batches += static_cast<int64_t>(count) * state->data_ranks;
 
   const NoGradGuard no_grad;
   double weight = record.window.weight();
-  reduce(record, staged, losses, static_cast<size_t>(count), weight);
+  between("behind the last backward",
+          [&] { reduce(record, staged, losses, static_cast<size_t>(count), weight); });
+  step.reset();
   record.window_weight = weight;
   double divisor = undivided || alike || weight == 0 ? 1 : weight;
   if (alike) divisor = alone ? 1 : static_cast<double>(state->dims->loss_ranks().size());

@@ -873,6 +873,10 @@ StagedModel::Step::~Step() {
       }
     }
   }
+  // Reductions that nobody has ended: waiting for them would hold up the error that is why.
+  for (const auto& own : impl.shards) {
+    if (std::exchange(own->reduces, false) && own->group->trains()) own->group->let_go();
+  }
   for (const auto& stage : impl.own) stage->calls.clear();
   impl.calls = {};
   impl.groups.reset();
@@ -910,13 +914,19 @@ void StagedModel::finish_reductions(const std::vector<bool>& has) {
   const NoGradGuard no_grad;
   for (const auto& own : impl_->shards) {
     ParamGroup& group = *own->group;
-    if (!std::exchange(own->reduces, false) || !group.trains()) continue;
-    group.wait_reduce(true);
+    if (!own->reduces || !group.trains()) continue;
+    try {
+      group.wait_reduce(true);
+    } catch (Error& error) {
+      error.add_context("reduction of stage " + std::to_string(own->stage));
+      throw;
+    }
     group.finish_sum(1);
     for (size_t i = 0; i < own->parameters.size(); ++i) {
       if (has[own->parameters[i]] && group.params()[i].trains()) group.hand_out(i);
     }
     group.end_backward();
+    own->reduces = false;
   }
 }
 

@@ -1,5 +1,5 @@
 // A rank that trains a small model and, in a phase that it is told, is killed, exits, throws or
-// hangs: test_failures starts several and looks at what the others do.
+// hangs (in the phase pipeline it trains by stages): test_failures starts several and looks at what the others do.
 //
 //     rank_program --rank R --phase P --action A [--mark FILE] [--checkpoint FILE]
 //
@@ -143,6 +143,30 @@ void train(const Fault& fault, const std::string& checkpoint) {
   processes.shutdown();
 }
 
+// The same by two stages, which more ranks share out among them (fsdp). The failing rank is in the
+// forward of its stage's second micro-batch, or calculates what comes before it.
+void train_by_stages(const Fault& fault) {
+  const Resource resource;
+  AcceleratorOptions settings{.gradient_accumulation_steps = 4, .cpu = true};
+  settings.pp.size = 2;
+  settings.sharding = Sharding::kFsdp;
+  Accelerator accelerator(settings);
+  Net model;
+  Pipeline pipeline = accelerator.pipeline(model, {.cuts = {"last"}});
+  optim::SGD optimizer(model.named_parameters(), {.lr = 0.01});
+  accelerator.prepare(optimizer);
+  for (int step = 0; step < 4; ++step) {
+    const std::vector<int> window = {0, 1, 2, 3};
+    pipeline.step(window, [&](int micro) -> Tensor {
+      if (step == 2 && micro == 1) fault.at("pipeline");
+      return mean(square(model(full({4, 8}, 0.1 * (1 + micro + step)))));
+    });
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  accelerator.end_training();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -161,7 +185,7 @@ int main(int argc, char** argv) {
     fault.action = options["--action"];
     fault.mark = options["--mark"];
     try {
-      train(fault, options["--checkpoint"]);
+      fault.phase == "pipeline" ? train_by_stages(fault) : train(fault, options["--checkpoint"]);
       std::printf("done\n");
     } catch (const DistributedError& error) {
       std::printf("raised %.6f %s\n", now(), error.what());

@@ -97,7 +97,12 @@ TEST_P(Failure, ACE1EveryOtherRankRaisesInTimeAndTheCodeIsTheFirstCauses) {
   const double failed_at = std::stod("0" + folder_.read("mark"));
   ASSERT_GT(failed_at, 0) << job;
   double last = 0;
+  const bool staged = fault.phase == std::string("pipeline");
   for (const Raised& rank : raised) {
+    // Every rank says where in its schedule it is.
+    if (staged) {
+      EXPECT_NE(rank.message.find("pipeline, rank "), std::string::npos) << job;
+    }
     last = std::max(last, rank.time - failed_at);
     // One that stops inside MPI's own start cannot be told from those that wait for it there.
     if (fault.phase != std::string("init") || !hangs) {
@@ -141,6 +146,11 @@ std::vector<Case> all_cases() {
     cases.push_back({phase, "kill", 137});
     cases.push_back({phase, "exit", 3});
     cases.push_back({phase, "stop", 1});
+  }
+  for (const int ranks : {2, 4}) {
+    cases.push_back({"pipeline", "kill", 137, ranks});
+    cases.push_back({"pipeline", "throw", 1, ranks});
+    cases.push_back({"pipeline", "hang", 1, ranks});
   }
   cases.push_back({"backward", "kill", 137, 4});
   cases.push_back({"between", "throw", 1, 4});

@@ -126,6 +126,7 @@ TEST(PipelineSharded, FrozenParametersStayAsTheyAre) {
   const auto in_turns = [](nn::ModuleBase& model, int step) {
     for (const auto& [name, tensor] : model.named_parameters()) {
       if (name.starts_with("transformer.h.1.attn")) tensor.set_requires_grad(step != 1);
+      if (name.starts_with("transformer.h.2")) tensor.set_requires_grad(step == 1);
     }
   };
   for (const Sharding sharding : kWays) {
@@ -133,6 +134,8 @@ TEST(PipelineSharded, FrozenParametersStayAsTheyAre) {
     way.before_step = in_turns;
     expect_as_alone(untied, way);
     way.change = freeze;
+    expect_as_alone(untied, way);
+    way.before_step = {};
     expect_as_alone(untied, way);
   }
 }
@@ -346,21 +349,50 @@ TEST(PipelineSharded, ACheckpointGoesOnInAnyComposition) {
 
 // ---- What is refused ---------------------------------------------------------------------------
 
-TEST(PipelineSharded, WhatIsNotBuiltSaysSo) {
-  const auto refused = [](const std::function<void(AcceleratorOptions&)>& change) {
-    return message_of<UnsupportedError>([&] {
-      distributed::failing_ranks("the call is refused", 4, [&](int) {
-        AcceleratorOptions settings = settings_of({.pp = 2});
-        change(settings);
-        Accelerator accelerator(settings);
-        const Training training = untied();
-        accelerator.prepare(*training.model);
-      });
+template <class E>
+std::string refusal(int ranks, const Way& way, const MakeTraining& make,
+                    const std::function<void(AcceleratorOptions&)>& change = {}) {
+  return message_of<E>([&] {
+    distributed::failing_ranks("the call is refused", ranks, [&](int) {
+      AcceleratorOptions settings = settings_of(way);
+      if (change) change(settings);
+      Accelerator accelerator(settings);
+      const Training training = make();
+      accelerator.prepare(*training.model);
     });
+  });
+}
+
+TEST(PipelineSharded, WhatIsNotBuiltSaysSo) {
+  const auto unsupported = [](int ranks, const std::function<void(AcceleratorOptions&)>& change) {
+    return refusal<UnsupportedError>(ranks, {.pp = 2, .sharding = Sharding::kFsdp}, untied, change);
   };
   const std::string zero2 =
-      refused([](AcceleratorOptions& settings) { settings.sharding = Sharding::kZero2; });
+      unsupported(4, [](AcceleratorOptions& settings) { settings.sharding = Sharding::kZero2; });
   EXPECT_TRUE(mentions(zero2, "take zero1 or fsdp")) << zero2;
+  const std::string copies = unsupported(8, [](AcceleratorOptions& settings) {
+    settings.dp_replicate_size = 2, settings.dp_shard_size = 2;
+  });
+  EXPECT_TRUE(mentions(copies, "give dp_shard_size the ranks of both")) << copies;
+  const std::string ignored = unsupported(
+      4, [](AcceleratorOptions& settings) { settings.fsdp.ignored_modules = "lm_head"; });
+  EXPECT_TRUE(mentions(ignored, "does not go with fsdp_ignored_modules")) << ignored;
+}
+
+TEST(PipelineSharded, DividedLayersThatDoNotFitAreRefused) {
+  const std::string copies =
+      refusal<ConfigError>(8, {.pp = 2, .sharding = Sharding::kDdp, .tp = 2}, untied);
+  EXPECT_TRUE(mentions(copies, "copies of a model whose layers are shared are not built"))
+      << copies;
+  const auto odd = [] {
+    manual_seed(1);
+    return training_of<Gpt>(
+        std::make_unique<Gpt>(nn::models::GptConfig{
+            .vocab_size = 51, .context = 16, .width = 32, .layers = 4, .heads = 4}),
+        [](Gpt& model, const Batch& b) { return model(b.inputs, b.targets).loss; });
+  };
+  const std::string parts = refusal<UnsupportedError>(4, {.pp = 2, .tp = 2}, odd);
+  EXPECT_TRUE(mentions(parts, "pad it to a multiple of the ranks")) << parts;
 }
 
 }  // namespace
