@@ -156,7 +156,8 @@ file(GLOB shard_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/d
   ${CMAKE_CURRENT_SOURCE_DIR}/distributed/backward/*.cpp
   ${CMAKE_CURRENT_SOURCE_DIR}/distributed/data_parallel/*.cpp
   ${CMAKE_CURRENT_SOURCE_DIR}/distributed/fully_shard/*.cpp
-  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/pipeline/staged_model.cpp
+  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/pipeline/even_cuts.cpp
+  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/pipeline/stage*.cpp
   ${CMAKE_CURRENT_SOURCE_DIR}/distributed/tensor_parallel/parallelize.cpp)
 tessera_floor(distributed DEPENDS tessera_nn tessera_optim tessera_precision
   WITHOUT ${checkpoint_sources} ${shard_sources})

@@ -313,6 +313,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"distributed/mesh/dtensor_inputs.h", "inside of DTensor, prepare() and load_model()"},
     {"distributed/mesh/matrix_exchange.h", "inside of DTensor, for optimizers of matrices"},
     {"distributed/mesh/redistribute.h", "inside of DTensor"},
+    {"distributed/pipeline/staged_model_impl.h", "inside of staged_model.h"},
     {"distributed/tensor_parallel/", "inside of parallelize_module()"},
     {"distributed/rendezvous/", "how ranks meet; process_group.h and run_ranks.h are in it"},
     {"distributed/transport/", "backends; group.h and collectives.h are in it"},

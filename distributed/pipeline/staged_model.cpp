@@ -9,7 +9,6 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/leaf_hooks.h>
-#include <tessera/autograd/meta_inputs.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
@@ -22,40 +21,12 @@
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/broadcast.h>
-#include <tessera/distributed/fully_shard/local_parts.h>
-#include <tessera/distributed/fully_shard/param_group.h>
-#include <tessera/distributed/fully_shard/shard_setup.h>
 #include <tessera/distributed/mesh/divided_parameter.h>
 #include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/distributed/pipeline/staged_model_impl.h>
 
 namespace tessera::distributed {
 namespace {
-
-constexpr std::string_view kStages = "pipeline";
-
-// What products of a token are proportional to, in the modules of an order.
-std::vector<double> arithmetic_of(nn::ModuleBase& model) {
-  std::vector<double> costs;
-  for (const auto& [name, module] : model.named_modules()) {
-    double cost = 0;
-    if (module->type_name() != "Embedding") {
-      for (const auto& [parameter, tensor] : module->parameter_places()) {
-        const bool own = parameter.find('.') == std::string::npos;
-        if (own && tensor->defined() && whole_shape(*tensor).size() > 1) {
-          cost += static_cast<double>(numel_of(whole_shape(*tensor)));
-        }
-      }
-    }
-    costs.push_back(cost);
-  }
-  return costs;
-}
-
-// What the tensor that ops read in a parameter's place is to the ranks that divide its layer.
-uint64_t marks_of(const Tensor& parameter) {
-  const DividedParameter* divided = divided_parameter(parameter);
-  return divided != nullptr ? divided->marks : 0;
-}
 
 Tensor meta_of(const Tensor& x) {
   const Tensor meta = raw::empty(x.shape(), x.dtype(), kMeta);
@@ -66,179 +37,7 @@ Tensor meta_of(const Tensor& x) {
 
 }  // namespace
 
-// ---- Cuts --------------------------------------------------------------------------------------
-
-std::vector<std::string> even_cuts(nn::ModuleBase& model, std::span<nn::ModuleBase* const> blocks,
-                                   int stages) {
-  const auto count = static_cast<size_t>(stages);
-  TS_CHECK_AS(ConfigError, blocks.size() >= count, kStages,
-              "pp_size x pp_stages_per_rank asks for ", stages, " stages, and ", model.type_name(),
-              " has ", blocks.size(),
-              " blocks to begin them with; take fewer stages, or name modules in pp_cuts");
-  const std::vector<double> costs = arithmetic_of(model);
-  // Of each block with what follows it up to the next one.
-  std::vector<double> segments;
-  std::vector<std::string> names;
-  double before = 0;
-  const std::vector<nn::NamedModule> modules = model.named_modules();
-  for (size_t i = 0; i < modules.size(); ++i) {
-    if (std::ranges::find(blocks, modules[i].module) != blocks.end()) {
-      segments.push_back(std::exchange(before, 0));
-      names.push_back(modules[i].name);
-    }
-    (segments.empty() ? before : segments.back()) += costs[i];
-  }
-  // best[s][n]: the first n segments in s + 1 stages: the largest stage, then the sum of squares.
-  struct Best {
-    double largest = 0, squares = 0;
-    size_t begin = 0;  // of the last stage
-    bool operator<(const Best& other) const {
-      return std::pair(largest, squares) < std::pair(other.largest, other.squares);
-    }
-  };
-  const size_t total = segments.size();
-  std::vector<std::vector<Best>> best(count, std::vector<Best>(total + 1));
-  const auto sum = [&](size_t begin, size_t end) {
-    double cost = 0;
-    for (size_t i = begin; i < end; ++i) cost += segments[i];
-    return cost;
-  };
-  for (size_t s = 0; s < count; ++s) {
-    for (size_t n = s + 1; n <= total; ++n) {
-      std::optional<Best> found;
-      for (size_t begin = s; begin < n; ++begin) {
-        if (s == 0 && begin > 0) break;
-        const double own = sum(begin, n);
-        const Best rest = s == 0 ? Best{} : best[s - 1][begin];
-        const Best one{std::max(rest.largest, own), rest.squares + own * own, begin};
-        if (!found || one < *found) found = one;
-      }
-      best[s][n] = *found;
-    }
-  }
-  std::vector<std::string> cuts;
-  size_t end = total;
-  for (size_t s = count; s-- > 1;) {
-    end = best[s][end].begin;
-    cuts.insert(cuts.begin(), names[end]);
-  }
-  return cuts;
-}
-
 // ---- Stages ------------------------------------------------------------------------------------
-
-struct StagedModel::Impl {
-  // What one call of a stage knows, until the backward of its micro-batch.
-  struct Call : MetaInputs {
-    enum class Phase : uint8_t { kBefore, kStage, kBehind };
-    const Impl* impl = nullptr;
-    int stage = 0;
-    Phase phase = Phase::kBefore;
-    TensorList received, outputs;
-    // Arguments at the cut, which live as long as this, and what takes their place.
-    std::vector<std::pair<Tensor, Tensor>> meanings;
-
-    // Also of a copy that a recomputed call keeps of an argument.
-    Tensor meaning_of(const Tensor& meta) const {
-      for (const auto& [argument, value] : meanings) {
-        if (argument.storage() == meta.storage() && argument.offset() == meta.offset() &&
-            argument.shape() == meta.shape() && argument.strides() == meta.strides() &&
-            argument.dtype() == meta.dtype()) {
-          return value;
-        }
-      }
-      return {};
-    }
-    TensorList resolved(const Op& op, std::span<const Tensor> inputs, bool in_place) const override;
-  };
-  // A stage of this rank.
-  struct Stage : PipelineStage {
-    Impl* impl = nullptr;
-    int number = 0;
-    std::map<int, std::shared_ptr<Call>> calls;  // by micro-batch, until its backward
-
-    void gather() override { impl->finish_gathers(number); }
-    void release() override { impl->release(number); }
-    void reduce() override { impl->start_reductions(number, false); }
-    std::vector<Tensor> forward(int micro, std::span<const Tensor> inputs) override;
-    Tensor seed(int micro, const Tensor& loss) override {
-      return impl->calls.seed ? impl->calls.seed(micro, loss) : Tensor();
-    }
-    std::shared_ptr<void> enter_backward(int micro) override;
-  };
-  // Parameters of a stage of this rank that its data-parallel ranks divide.
-  struct Shards {
-    int stage;
-    std::unique_ptr<ParamGroup> group;
-    std::vector<size_t> parameters;  // their places in the list
-    bool reduces = false;            // in this step, so far
-  };
-  // Of a parameter in one stage.
-  struct Use {
-    int stage;
-    Tensor whole;  // a leaf that ops read; undefined on ranks that lack the stage
-  };
-  struct Parameter {
-    std::string name;
-    Tensor parameter;
-    std::vector<Use> uses;     // by ascending stages; it belongs to the first one's
-    Shards* shards = nullptr;  // that it is in, on ranks that have its stage
-    bool arrived = false;      // a gradient in this step, on this rank
-  };
-  struct Place {
-    Tensor* place;
-    int stage;
-    Tensor outside;  // of steps
-    Tensor inside;   // of calls of the stage; undefined on ranks that lack it
-    Tensor meta;     // in those of other stages
-    bool is_buffer;
-  };
-
-  nn::ModuleBase* model = nullptr;
-  Mesh* mesh = nullptr;
-  int ranks = 1, rank = 0, stages = 1;
-  std::vector<std::string> cuts;
-  std::vector<Parameter> parameters;
-  std::vector<Place> places;
-  std::vector<std::pair<std::string, int>> buffers;  // persistent ones, with their stages
-  std::vector<std::unique_ptr<Stage>> own;
-  std::vector<HookHandle> handles;
-  std::vector<double> arithmetic;  // of each stage
-  StageSharding sharding = StageSharding::kNone;
-  bool is_divided = false;  // by tensor parallelism
-  std::vector<std::unique_ptr<Shards>> shards;
-
-  // Within a step.
-  bool in_step = false, trains = false, in_backward = false;
-  Calls calls;
-  std::optional<PipelineGroups> groups;
-  std::vector<Work> sends;
-  int shown = -1;
-  Call* current = nullptr;
-
-  int rank_of(int stage) const { return stage % ranks; }
-  bool has(int stage) const { return rank_of(stage) == rank; }
-  // "stage 1, which begins with 'h.6'"
-  std::string title(int stage) const {
-    std::string text = "stage " + std::to_string(stage);
-    if (stage > 0) text += ", which begins with '" + cuts[static_cast<size_t>(stage - 1)] + "'";
-    return text;
-  }
-
-  void deal(const StagingOptions& options);
-  void divide(Parameter& parameter);
-  void shard();
-  void finish_gathers(int stage);
-  void release(int stage);
-  void start_reductions(int stage, bool tied);
-  void forget_shards();
-  void at_cut(int stage, nn::TensorRefs inputs);
-  void show(int stage);
-  void hide();
-  void begin();
-  void finish();
-  Tensor as_gradient(const Parameter& of, const Tensor& gradient) const;
-};
 
 // The stages of modules, and of the places in them.
 void StagedModel::Impl::deal(const StagingOptions& options) {
@@ -336,131 +135,6 @@ void StagedModel::Impl::divide(Parameter& one) {
   if (owner != rank) return;
   for (Use& use : one.uses) {
     if (has(use.stage)) use.whole = leaf(raw::view(raw::alias(parameter), shape));
-  }
-}
-
-// ---- see [Note: stages that are sharded]
-
-void StagedModel::Impl::shard() {
-  const std::string data = mesh->has("dp_shard") ? "dp_shard" : "dp_replicate";
-  Mesh& parts = mesh->view({{"pp_" + data, {"pp", data}}});
-  // Those whose gradients are summands among the ranks that divide a layer lie on these, too.
-  Group& holders = mesh->group(data);
-  Group& wider = is_divided ? mesh->group({data, "tp"}) : holders;
-  let_go_of_local_parts({model});
-  for (Parameter& one : parameters) {  // before the elements go
-    for (Use& use : one.uses) {
-      if (!has(use.stage) || rank_of(one.uses.front().stage) == rank) continue;
-      use.whole = clone(raw::alias(one.parameter));
-      use.whole.impl()->marks = marks_of(one.parameter);
-      use.whole.set_requires_grad(one.parameter.requires_grad());
-    }
-  }
-  std::vector<ShardedParam> all;
-  for (const Parameter& one : parameters) {
-    ShardedParam& param = all.emplace_back(
-        ShardedParam{.name = one.name, .shard = one.parameter, .whole = {}, .places = {}});
-    lie_across(param, parts, kStages);
-    if (!param.across) continue;
-    const std::vector<int64_t> numels = param.across->part_numels();
-    TS_CHECK_AS(UnsupportedError,
-                std::ranges::adjacent_find(numels, std::not_equal_to<>()) == numels.end(), kStages,
-                "takes parts of one size, and '", param.name, "' is ", param.shard,
-                ", of which ranks hold more than others; pad it to a multiple of the ranks");
-  }
-  for (int stage = 0; stage < stages; ++stage) {
-    std::vector<std::vector<size_t>> lists;  // of one dtype and device each
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (parameters[i].uses.front().stage != stage) continue;
-      const auto same = std::ranges::find_if(lists, [&](const std::vector<size_t>& list) {
-        const ShardedParam& other = all[list.front()];
-        return other.shard.dtype() == all[i].shard.dtype() &&
-               other.shard.device() == all[i].shard.device() && other.mesh == all[i].mesh;
-      });
-      (same == lists.end() ? lists.emplace_back() : *same).push_back(i);
-    }
-    for (std::vector<size_t>& list : lists) {
-      std::vector<ShardedParam> params;
-      for (const size_t i : list) {
-        parameters[i].parameter.set_grad(Tensor());
-        params.push_back(all[i]);
-      }
-      Mesh& over = params.front().mesh != nullptr ? *params.front().mesh : parts;
-      Group& ranks_of_list = params.front().mesh != nullptr ? wider : holders;
-      const int count = ranks_of_list.size(), first = rank_of(stage) * count;
-      if (has(stage)) {
-        auto own =
-            std::make_unique<Shards>(Shards{.stage = stage, .group = {}, .parameters = list});
-        const bool keeps = sharding != StageSharding::kParameters;
-        own->group = std::make_unique<FlatShards>(
-            "stage " + std::to_string(stage),
-            ShardRanks{
-                .mesh = &over, .shards = &ranks_of_list, .batches = &holders, .first = first},
-            std::move(params), GroupDTypes{}, false, keeps, OffloadPolicy::kNone,
-            keeps || count == 1);
-        for (size_t i = 0; i < list.size(); ++i) {
-          parameters[list[i]].shards = own.get();
-          parameters[list[i]].uses.front().whole = own->group->params()[i].whole;
-        }
-        shards.push_back(std::move(own));
-        continue;
-      }
-      const DType dtype = params.front().shard.dtype();
-      const FlatRun run(params, count, alignment_of({dtype}));
-      for (size_t i = 0; i < params.size(); ++i) {
-        params[i].shape = params[i].shard.shape();
-        become_part(params[i], raw::empty({0}, dtype, params[i].shard.device()), over,
-                    FlatShard{first * run.part_numel + run.offsets[i], run.part_numel});
-      }
-    }
-  }
-  for (Parameter& one : parameters) {
-    if (rank_of(one.uses.front().stage) != rank) continue;
-    for (Use& use : one.uses) {
-      if (!has(use.stage) || use.whole.defined()) continue;
-      use.whole = raw::alias(one.uses.front().whole);
-      use.whole.impl()->marks = marks_of(one.parameter);
-      use.whole.set_requires_grad(one.parameter.requires_grad());
-    }
-  }
-}
-
-void StagedModel::Impl::finish_gathers(int stage) {
-  for (const auto& own : shards) {
-    if (own->stage != stage) continue;
-    own->group->start_gather();
-    own->group->finish_gather();
-  }
-}
-
-void StagedModel::Impl::release(int stage) {
-  for (const auto& own : shards) {
-    if (own->stage != stage) continue;
-    own->group->check_unwritten();
-    own->group->release();
-  }
-}
-
-// Those of tied parameters wait for the gradients of the other places.
-void StagedModel::Impl::start_reductions(int stage, bool tied) {
-  for (const auto& own : shards) {
-    if (own->stage != stage || own->reduces) continue;
-    const bool is_tied = std::ranges::any_of(
-        own->parameters, [&](size_t i) { return parameters[i].uses.size() > 1; });
-    if (is_tied && !tied) continue;
-    for (const size_t i : own->parameters) {
-      parameters[i].arrived = parameters[i].uses.front().whole.grad().defined();
-    }
-    own->group->start_reduce(false, true);
-    own->reduces = true;
-  }
-}
-
-// What a step that failed left behind, without waiting for ranks that may have failed as well.
-void StagedModel::Impl::forget_shards() {
-  for (const auto& own : shards) {
-    own->group->let_go();
-    own->reduces = false;
   }
 }
 
@@ -908,26 +582,6 @@ TensorList StagedModel::gradients_to_reduce(const std::vector<bool>& has) {
     gradients.push_back(raw::alias(one.parameter.grad()));
   }
   return gradients;
-}
-
-void StagedModel::finish_reductions(const std::vector<bool>& has) {
-  const NoGradGuard no_grad;
-  for (const auto& own : impl_->shards) {
-    ParamGroup& group = *own->group;
-    if (!own->reduces || !group.trains()) continue;
-    try {
-      group.wait_reduce(true);
-    } catch (Error& error) {
-      error.add_context("reduction of stage " + std::to_string(own->stage));
-      throw;
-    }
-    group.finish_sum(1);
-    for (size_t i = 0; i < own->parameters.size(); ++i) {
-      if (has[own->parameters[i]] && group.params()[i].trains()) group.hand_out(i);
-    }
-    group.end_backward();
-    own->reduces = false;
-  }
 }
 
 void StagedModel::complete_gradients(const std::vector<bool>& has) {

@@ -199,6 +199,7 @@ TEST(PipelineSharded, EvaluationReadsWholeStages) {
     for (const Tensor& loss : pipeline.evaluate(window, training.loss)) {
       values.push_back(loss.item());
     }
+    EXPECT_EQ(memory_stats()->current(MemoryCategory::kUnsharded), 0);
     return values;
   };
   std::vector<double> expected;
@@ -293,6 +294,17 @@ TEST(PipelineSharded, ARankHoldsItsShareOfItsStageBetweenSteps) {
         EXPECT_EQ(tensor.grad().numel(), tensor.numel()) << name;
       }
       optimizer.step();
+      // docs/pipeline.md, "Memory". Slack: parameters and parts begin at multiples of bytes.
+      constexpr int64_t kSlack = 4096;
+      const auto bytes_of = [](MemoryCategory category) {
+        return memory_stats()->current(category);
+      };
+      const int64_t parts = 4 * own, whole = 2 * parts;  // of two ranks
+      const int64_t parameters = bytes_of(MemoryCategory::kParameter);
+      const int64_t gradients = bytes_of(MemoryCategory::kGradient);
+      EXPECT_NEAR(parameters, cuts ? parts : whole, kSlack);
+      EXPECT_NEAR(gradients, cuts ? parts : whole, kSlack);
+      EXPECT_NEAR(bytes_of(MemoryCategory::kOptimizer), 2 * parts, kSlack);
       if (cuts) {
         EXPECT_EQ(memory_stats()->current(MemoryCategory::kUnsharded), 0);
       }
