@@ -3,16 +3,19 @@
 #include <atomic>
 #include <csignal>
 #include <cstdio>
+#include <optional>
 #include <thread>
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/file.h>
 #include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <tessera/accelerate/launch/protocol.h>
 #include <tessera/accelerate/launch/siblings.h>
+#include <tessera/accelerate/launch/store_lines.h>
 #include <tessera/core/error.h>
 #include <tessera/core/thread.h>
 
@@ -52,30 +55,57 @@ Environment rank_environment(Environment environment, const LaunchInfo& info, co
   return environment;
 }
 
-// The launcher's pipe where it is on this machine, else what the process manager passes on.
-FileDescriptor target_of(const Environment& environment, const char* variable, int standard) {
-  const auto path = environment.find(variable);
-  FileDescriptor target;
-  if (path != environment.end()) {
-    target = FileDescriptor(::open(path->second.c_str(), O_WRONLY | O_CLOEXEC));
+// Where a stream of the program goes: into the launcher's pipe if that is on this machine, through the
+// store if `variable` says so, else to what this process has from the process manager.
+class LineTarget {
+ public:
+  LineTarget(const Environment& environment, const char* variable, int standard,
+             const std::shared_ptr<TcpStore>& store, int rank) {
+    const auto path = environment.find(variable);
+    const bool given = path != environment.end();
+    if (given && path->second == kThroughStore) {
+      sender_.emplace(store, rank, standard == STDOUT_FILENO ? "out" : "error");
+      return;
+    }
+    if (given) file_ = FileDescriptor(::open(path->second.c_str(), O_WRONLY | O_CLOEXEC));
+    if (!file_) file_ = FileDescriptor(::fcntl(standard, F_DUPFD_CLOEXEC, 0));
+    shared_ = given;
   }
-  return target ? std::move(target) : FileDescriptor(::fcntl(standard, F_DUPFD_CLOEXEC, 0));
-}
+
+  void write(std::string_view lines) {
+    if (sender_) {
+      sender_->send(lines);
+      return;
+    }
+    // Agents of other ranks write to it too: each write holds its lock, so lines do not mix.
+    const bool locked = shared_ && ::flock(file_.get(), LOCK_EX) == 0;
+    write_all(file_.get(), lines);
+    if (locked) ::flock(file_.get(), LOCK_UN);
+  }
+  void finish() {
+    if (sender_) sender_->finish();
+  }
+
+ private:
+  std::optional<LineSender> sender_;
+  FileDescriptor file_;
+  bool shared_ = false;
+};
 
 // The running program of this rank.
 class RankProcess {
  public:
   RankProcess(const SpawnOptions& options, const std::string& prefix,
-              const Environment& environment)
+              const Environment& environment, const std::shared_ptr<TcpStore>& store, int rank)
       : child_(spawn(options)),
-        output_target_(target_of(environment, "TESSERA_RANK_OUTPUT", STDOUT_FILENO)),
-        error_target_(target_of(environment, "TESSERA_RANK_ERRORS", STDERR_FILENO)),
-        output_(std::move(child_.output), output_target_.get(), prefix),
-        error_(std::move(child_.error), error_target_.get(), prefix) {
-    if (!environment.contains("TESSERA_RANK_OUTPUT")) return;
-    output_.share_target();
-    error_.share_target();
-  }
+        output_target_(environment, "TESSERA_RANK_OUTPUT", STDOUT_FILENO, store, rank),
+        error_target_(environment, "TESSERA_RANK_ERRORS", STDERR_FILENO, store, rank),
+        output_(
+            std::move(child_.output),
+            [this](std::string_view lines) { output_target_.write(lines); }, prefix),
+        error_(
+            std::move(child_.error), [this](std::string_view lines) { error_target_.write(lines); },
+            prefix) {}
 
   void signal_group(int number) const { ::kill(-child_.pid, number); }
 
@@ -103,6 +133,8 @@ class RankProcess {
     if (!status.success()) signal_group(SIGKILL);
     output_.close();
     error_.close();
+    output_target_.finish();
+    error_target_.finish();
     return status;
   }
 
@@ -115,7 +147,7 @@ class RankProcess {
   }
 
   Child child_;
-  FileDescriptor output_target_, error_target_;
+  LineTarget output_target_, error_target_;
   LinePrefixer output_;
   LinePrefixer error_;
 };
@@ -216,7 +248,7 @@ int run(const AgentOptions& options) {
                          .environment = rank_environment(environment, info, layout, cores),
                          .capture = true,
                          .death_signal = SIGKILL},
-                        prefix, environment);
+                        prefix, environment, store, info.rank);
     const CommandWatch watch(info, process);
     report.status = process.run(signals);
   } catch (const std::exception& error) {

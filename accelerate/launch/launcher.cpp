@@ -26,6 +26,7 @@
 
 #include <tessera/accelerate/launch/process.h>
 #include <tessera/accelerate/launch/segment_folder.h>
+#include <tessera/accelerate/launch/store_lines.h>
 #include <tessera/core/error.h>
 #include <tessera/core/plain_text.h>
 #include <tessera/core/thread.h>
@@ -211,8 +212,8 @@ class SignalThread {
 
 // Writes on what the process manager says on stderr, without what Open MPI 4's PMIx says of its own
 // whenever a rank ends without MPI: that it could not tell the ranks which are gone. And what
-// agents of this machine say of their ranks, in pipes of this process: Open MPI passes on pieces of
-// any length, in which lines of several ranks mix.
+// agents say of their ranks, in pipes of this process (those of other machines through the store):
+// process managers pass on pieces of any length, in which lines of several ranks mix.
 class OutputRelay {
  public:
   OutputRelay() : stop_(::eventfd(0, EFD_CLOEXEC)) {
@@ -223,16 +224,22 @@ class OutputRelay {
   // Where the agents find the pipes.
   std::string out_path() const { return path_of(agents_out_); }
   std::string error_path() const { return path_of(agents_error_); }
+  void receive_from(std::shared_ptr<distributed::Store> store) {
+    receiver_.emplace(std::move(store), agents_out_.get(), agents_error_.get());
+  }
 
   void start(FileDescriptor manager_error) {
-    lines_.emplace_back(std::move(manager_error), STDERR_FILENO, "", is_noise);
-    lines_.emplace_back(std::move(out_), STDOUT_FILENO, "");
-    lines_.emplace_back(std::move(error_), STDERR_FILENO, "");
+    const auto output = [](std::string_view lines) { write_all(STDOUT_FILENO, lines); };
+    const auto error = [](std::string_view lines) { write_all(STDERR_FILENO, lines); };
+    lines_.emplace_back(std::move(manager_error), error, "", is_noise);
+    lines_.emplace_back(std::move(out_), output, "");
+    lines_.emplace_back(std::move(error_), error, "");
     thread_ = Thread([this] { run(); });
   }
   // What was written before the manager's end is written on; its orphans may hold the pipes open.
   ~OutputRelay() {
     if (!thread_.joinable()) return;
+    receiver_.reset();  // its pipes are read until then
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t size = ::write(stop_.get(), &one, sizeof one);
     thread_.join();
@@ -266,6 +273,7 @@ class OutputRelay {
   std::vector<LinePrefixer> lines_;
   FileDescriptor stop_;
   Thread thread_;
+  std::optional<LineReceiver> receiver_;
 };
 
 std::vector<pid_t> children() {
@@ -412,19 +420,20 @@ void Attempt::start_manager() {
   if (manager == Manager::kMpirun && !options_.hosts.empty()) {
     host_file_.write(machine_.temporary, format_hosts(options_.hosts));
   }
-  if (manager == Manager::kMpirun) {
+  if (manager != Manager::kNone) {
     output_.emplace();
-    if (std::ranges::all_of(options_.hosts, is_here)) {
-      job["TESSERA_RANK_OUTPUT"] = output_->out_path();
-      job["TESSERA_RANK_ERRORS"] = output_->error_path();
-    }
+    const bool here = manager == Manager::kMpirun && std::ranges::all_of(options_.hosts, is_here);
+    const std::string through_store(kThroughStore);
+    job["TESSERA_RANK_OUTPUT"] = here ? output_->out_path() : through_store;
+    job["TESSERA_RANK_ERRORS"] = here ? output_->error_path() : through_store;
+    if (!here) output_->receive_from(server_->store());
   }
   const ManagerCommand command =
       manager_command(manager, options_, machine_, ranks_, host_file_.path, environment_, job);
-  // Its output is the ranks', and its input rank 0's.
+  // Its input is rank 0's; without a process manager its output is the rank's.
   manager_ = spawn({.command = command.command,
                     .environment = command.environment,
-                    .capture_error = manager == Manager::kMpirun,
+                    .capture_error = manager != Manager::kNone,
                     .death_signal = SIGTERM});
   if (output_) output_->start(std::move(manager_.error));
 }

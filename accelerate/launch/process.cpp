@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
@@ -154,6 +153,17 @@ FileDescriptor signal_descriptor() {
   return result;
 }
 
+void write_all(int target, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t size = ::write(target, text.data(), text.size());
+    if (size > 0) {
+      text.remove_prefix(static_cast<size_t>(size));
+    } else if (errno != EINTR && errno != EAGAIN) {
+      return;
+    }
+  }
+}
+
 void LinePrefixer::pump() {
   char buffer[65536];
   while (source_) {
@@ -190,17 +200,7 @@ void LinePrefixer::write_lines(bool all) {
     begin = pending_.size();
   }
   pending_.erase(0, begin);
-  if (lines.empty()) return;
-  const bool locked = shared_ && ::flock(target_, LOCK_EX) == 0;
-  for (size_t at = 0; at < lines.size();) {
-    const ssize_t size = ::write(target_, lines.data() + at, lines.size() - at);
-    if (size > 0) {
-      at += static_cast<size_t>(size);
-    } else if (errno != EINTR && errno != EAGAIN) {
-      break;  // nobody reads any more
-    }
-  }
-  if (locked) ::flock(target_, LOCK_UN);
+  if (!lines.empty()) write_(lines);
 }
 
 }  // namespace tessera::launch

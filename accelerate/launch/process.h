@@ -2,6 +2,7 @@
 // parent.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -59,28 +60,33 @@ void block_signals();
 // A descriptor from which the blocked signals are read (signalfd_siginfo).
 FileDescriptor signal_descriptor();
 
-// Copies lines from a descriptor to another with a prefix each; a last line without an end is kept
-// until it ends or the source closes. Lines for which `drop` is true are left out.
+// Writes all of it, waiting where the target is full; not what nobody reads any more.
+void write_all(int target, std::string_view text);
+
+// Copies lines from a descriptor to `write`, whole ones in each call, with a prefix each; a last line
+// without an end is kept until it ends or the source closes. Lines for which `drop` is true are left
+// out.
 class LinePrefixer {
  public:
+  using Write = std::function<void(std::string_view lines)>;
   using Drop = bool (*)(std::string_view line);
-  LinePrefixer(FileDescriptor source, int target, std::string prefix, Drop drop = nullptr)
-      : source_(std::move(source)), target_(target), prefix_(std::move(prefix)), drop_(drop) {}
+  LinePrefixer(FileDescriptor source, Write write, std::string prefix, Drop drop = nullptr)
+      : source_(std::move(source)),
+        write_(std::move(write)),
+        prefix_(std::move(prefix)),
+        drop_(drop) {}
   int descriptor() const { return source_.get(); }
   bool open() const { return static_cast<bool>(source_); }
   // Reads what is there. Where the source is at its end, it closes.
   void pump();
   void close();  // writes the rest
-  // Other processes write to the target too: each write holds its lock, so lines do not mix.
-  void share_target() { shared_ = true; }
 
  private:
   void write_lines(bool all);
   FileDescriptor source_;
-  int target_;
+  Write write_;
   std::string prefix_;
   Drop drop_;
-  bool shared_ = false;
   std::string pending_;
 };
 

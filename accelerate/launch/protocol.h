@@ -18,6 +18,8 @@
 namespace tessera::launch {
 
 constexpr std::string_view kStop = "stop";  // as job/go: the job does not start
+// As TESSERA_RANK_OUTPUT, which else is the path of a pipe: see store_lines.h.
+constexpr std::string_view kThroughStore = "store";
 
 // An agent's report about its machine.
 struct AgentFacts {

@@ -47,37 +47,45 @@ TEST(Launcher, RanksLearnWhoTheyAreAndTheirLinesSayIt) {
   EXPECT_EQ(lines_of(job.output), expected);
 }
 
-// Open MPI passes pieces of any length on, in which lines of several ranks stood.
-TEST(Launcher, LinesOfRanksStayWholeHoweverFastAndLongTheyAre) {
-  SKIP_WITHOUT_MPI();
-  const std::string script =
-      "awk 'BEGIN { for (i = 0; i < 9000; ++i) long = long \"x\"; for (i = 0; i < 3000; ++i) { "
-      "print \"line \" i; if (i % 500 == 0) print long \" end\"; "
-      "print \"error \" i > \"/dev/stderr\" } }'";
-  const FinishedProcess job = launch_script({"-n", "3"}, script);
+// Lines of each rank on both streams, some of which no pipe takes at once.
+const std::string kManyLines =
+    "awk 'BEGIN { for (i = 0; i < 9000; ++i) long = long \"x\"; for (i = 0; i < 3000; ++i) { "
+    "print \"line \" i; if (i % 500 == 0) print long \" end\"; "
+    "print \"error \" i > \"/dev/stderr\" } printf \"no end\" }'";
+
+void expect_many_lines(const FinishedProcess& job, int ranks) {
   EXPECT_EQ(job.code(), 0);
-  for (const std::string rank : {"[0] ", "[1] ", "[2] "}) {
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::string prefix = "[" + std::to_string(rank) + "] ";
     std::istringstream output(job.output), errors(job.error);
     std::vector<std::string> lines;
     for (std::string line; std::getline(output, line);) {
-      if (line.starts_with(rank)) lines.push_back(line.substr(rank.size()));
+      if (line.starts_with(prefix)) lines.push_back(line.substr(prefix.size()));
     }
     size_t at = 0;
     for (int i = 0; i < 3000; ++i) {
-      ASSERT_LT(at, lines.size()) << rank;
-      ASSERT_EQ(lines[at++], "line " + std::to_string(i)) << rank;
+      ASSERT_LT(at, lines.size()) << prefix;
+      ASSERT_EQ(lines[at++], "line " + std::to_string(i)) << prefix;
       if (i % 500 == 0) {
-        ASSERT_EQ(lines[at++], std::string(9000, 'x') + " end") << rank;
+        ASSERT_LT(at, lines.size()) << prefix;
+        ASSERT_EQ(lines[at++], std::string(9000, 'x') + " end") << prefix;
       }
     }
-    EXPECT_EQ(at, lines.size());
+    ASSERT_EQ(at + 1, lines.size()) << prefix;
+    EXPECT_EQ(lines[at], "no end") << prefix;
     int number = 0;
     for (std::string line; std::getline(errors, line);) {
-      if (!line.starts_with(rank)) continue;
-      ASSERT_EQ(line, rank + "error " + std::to_string(number++));
+      if (!line.starts_with(prefix)) continue;
+      ASSERT_EQ(line, prefix + "error " + std::to_string(number++));
     }
     EXPECT_EQ(number, 3000);
   }
+}
+
+// Open MPI passes pieces of any length on, in which lines of several ranks stood.
+TEST(Launcher, LinesOfRanksStayWholeHoweverFastAndLongTheyAre) {
+  SKIP_WITHOUT_MPI();
+  expect_many_lines(launch_script({"-n", "3"}, kManyLines), 3);
 }
 
 TEST(Launcher, AJobWhoseOutputNobodyReadsGoesOn) {
@@ -498,6 +506,33 @@ TEST_F(FakeNodes, RanksKnowTheirNodesAndTheirPlaceThere) {
             (std::set<std::string>{"[0] 0 on nodea node 0/2 local 0/2 of 0,0,1",
                                    "[1] 1 on nodea node 0/2 local 1/2 of 0,0,1",
                                    "[2] 2 on nodeb node 1/2 local 0/1 of 0,0,1"}));
+}
+
+TEST_F(FakeNodes, LinesOfOtherMachinesStayWholeToo) {
+  expect_many_lines(launch({}, kManyLines), 3);
+}
+
+TEST_F(FakeNodes, WhatARankSaidBeforeItDiedArrivesBeforeTheConclusion) {
+  const FinishedProcess job = launch({"--grace", "5"},
+                                     "echo last words >&2; test $TESSERA_RANK != 2 || { "
+                                     "printf 'half a line' >&2; kill -9 $$; }; sleep 0.2");
+  EXPECT_EQ(job.code(), 137) << job;
+  const size_t half = job.error.find("[2] half a line\n");
+  ASSERT_NE(half, std::string::npos) << job;
+  EXPECT_LT(job.error.find("[2] last words\n"), half) << job;
+  EXPECT_LT(half, job.error.find("first cause")) << job;
+}
+
+TEST_F(FakeNodes, AJobWhoseOutputNobodyReadsGoesOn) {
+  const FinishedProcess job =
+      run_process({"sh", "-c",
+                   kCommand + " launch --hostfile " + hosts_ + " --remote-agent " + agent_ +
+                       " --transport tcp sh -c 'for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.05; "
+                       "done; touch " +
+                       folder_.path("end") + "$TESSERA_RANK' | head -n 1"});
+  for (const char* rank : {"0", "1", "2"}) {
+    EXPECT_TRUE(std::filesystem::exists(folder_.path("end") + rank)) << job;
+  }
 }
 
 TEST_F(FakeNodes, AFailureNamesItsNode) {
