@@ -222,5 +222,6 @@ int main(int argc, char** argv) {
   tessera::add_decode(tessera::kF32);
   tessera::add_decode(tessera::kBF16);
   benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::RunSpecifiedBenchmarks();
 }

@@ -106,5 +106,6 @@ int main(int argc, char** argv) {
   tessera::kernels::add_all<tessera::f16>("f16");
   tessera::kernels::add_all<double>("f64");
   benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::RunSpecifiedBenchmarks();
 }

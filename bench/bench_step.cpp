@@ -121,7 +121,7 @@ Options parse(int argc, char** argv) {
                  "f32, bf16, autocast-bf16, autocast-fp16 or fp8-RECIPE, as fp8-tensorwise")
       ->capture_default_str();
   app.add_option("--device", options.device, "cpu, cuda or cuda:N")->capture_default_str();
-  app.add_option("--model", options.model)
+  app.add_option("--model", options.model, "which one, of these sizes")
       ->capture_default_str()
       ->check(CLI::IsMember({"gpt2", "bert", "llama", "lstm", "vit", "cnn"}));
   app.add_option("--fp8-filter", options.fp8_filter,
