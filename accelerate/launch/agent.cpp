@@ -82,9 +82,6 @@ class LineTarget {
     write_all(file_.get(), lines);
     if (locked) ::flock(file_.get(), LOCK_UN);
   }
-  void finish() {
-    if (sender_) sender_->finish();
-  }
 
  private:
   std::optional<LineSender> sender_;
@@ -133,8 +130,6 @@ class RankProcess {
     if (!status.success()) signal_group(SIGKILL);
     output_.close();
     error_.close();
-    output_target_.finish();
-    error_target_.finish();
     return status;
   }
 

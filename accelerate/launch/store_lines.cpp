@@ -41,14 +41,6 @@ void LineSender::send(std::string_view lines) {
   }
 }
 
-void LineSender::finish() {
-  try {
-    if (!lost_) wait_until_taken();
-  } catch (const DistributedError&) {
-    lost_ = true;
-  }
-}
-
 void LineSender::wait_until_taken() {
   while (sent_) {
     try {

@@ -21,7 +21,6 @@ class LineSender {
  public:
   LineSender(std::shared_ptr<distributed::TcpStore> store, int rank, std::string_view stream);
   void send(std::string_view lines);
-  void finish();  // returns when the launcher has written what was sent
 
  private:
   void wait_until_taken();
@@ -32,7 +31,7 @@ class LineSender {
 };
 
 // The launcher's side: writes what comes to two descriptors, on a thread of its own, until it is
-// destroyed. Of the streams "out" and "error".
+// destroyed, and what was sent before that. Of the streams "out" and "error".
 class LineReceiver {
  public:
   LineReceiver(std::shared_ptr<distributed::Store> store, int output, int error);
