@@ -52,6 +52,7 @@ constexpr std::array<std::string_view, 10> kOptimizers = {"sgd",     "momentum",
                                                           "rmsprop", "adagrad",  "lion",  "adamax",
                                                           "nadam",   "adadelta"};
 constexpr std::array<std::string_view, 4> kSchedules = {"none", "cosine", "step", "warmup"};
+constexpr std::array<std::string_view, 4> kClipKinds = {"norm", "greatest", "some", "value"};
 constexpr std::array<std::string_view, 5> kShardings = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
 
 template <class T>
@@ -94,6 +95,7 @@ void visit(auto& one, auto&& visit) {
   visit("weights", one.weights, kWeights);
   visit("weightless", one.weightless, {});
   visit("clip", one.clip, {});
+  visit("clip_kind", one.clip_kind, kClipKinds);
   visit("optimizer", one.optimizer, kOptimizers);
   visit("groups", one.groups, {});
   visit("schedule", one.schedule, kSchedules);
@@ -107,6 +109,11 @@ void visit(auto& one, auto&& visit) {
   visit("left_out", one.left_out, {});
   visit("keeps_gradients", one.keeps_gradients, {});
   visit("short_window", one.short_window, {});
+  visit("early", one.early, {});
+  visit("written_at", one.written_at, {});
+  visit("rated_at", one.rated_at, {});
+  visit("looked_at", one.looked_at, {});
+  visit("two_losses", one.two_losses, {});
   visit("windows", one.windows, {});
   visit("seed", one.seed, {});
 }
@@ -123,8 +130,9 @@ Composition settled(Composition one) {
     if (setup->ranks != 4 || setup->sharding != Sharding::kFsdp) setup->replicas = 1;
   }
   if (one.numbers != Numbers::kBF16 && one.numbers != Numbers::kFP16) one.policy = none.policy;
-  for (int64_t* window : {&one.overflow_at, &one.weightless, &one.freeze_at, &one.thaw_at,
-                          &one.left_out, &one.short_window}) {
+  for (int64_t* window :
+       {&one.overflow_at, &one.weightless, &one.freeze_at, &one.thaw_at, &one.left_out,
+        &one.short_window, &one.written_at, &one.rated_at, &one.looked_at}) {
     if (*window >= one.windows) *window = -1;
   }
   // Its step is a sign, which the last bits of a sum decide.
@@ -136,6 +144,8 @@ Composition settled(Composition one) {
   if (one.freeze_at < 0 || one.thaw_at <= one.freeze_at) one.thaw_at = -1;
   if (one.adapters) one.freeze_at = one.thaw_at = -1;  // the base is frozen as it is
   if (one.freeze_at < 0) one.part = 0;
+  if (one.clip == 0) one.clip_kind = none.clip_kind;
+  if (one.schedule != ScheduleKind::kNone) one.rated_at = -1;  // which has the rate
   if (one.left_out < 0) one.keeps_gradients = false;
   // What was kept would have to be saved, and an overflow would leave it out.
   if (one.keeps_gradients && (one.resume_at == one.left_out + 1 || one.overflow_at >= 0)) {
@@ -175,6 +185,13 @@ Composition draw(uint64_t seed) {
   if (draw.one_in(4)) one.left_out = draw.below(one.windows);
   one.keeps_gradients = draw.one_in(2);
   if (draw.one_in(5)) one.short_window = draw.below(one.windows);
+  one.clip_kind = draw.one_of(
+      {ClipKind::kNorm, ClipKind::kNorm, ClipKind::kGreatest, ClipKind::kSome, ClipKind::kValue});
+  one.early = draw.one_in(3);
+  if (draw.one_in(5)) one.written_at = draw.below(one.windows);
+  if (draw.one_in(5)) one.rated_at = draw.below(one.windows);
+  if (draw.one_in(4)) one.looked_at = draw.below(one.windows);
+  one.two_losses = draw.one_in(5);
   return settled(one);
 }
 
@@ -248,8 +265,9 @@ std::vector<Composition> simpler(const Composition& composition) {
     // The first window goes: all else comes one earlier.
     one = composition;
     --one.windows;
-    for (int64_t* window : {&one.resume_at, &one.overflow_at, &one.weightless, &one.freeze_at,
-                            &one.thaw_at, &one.left_out, &one.short_window}) {
+    for (int64_t* window :
+         {&one.resume_at, &one.overflow_at, &one.weightless, &one.freeze_at, &one.thaw_at,
+          &one.left_out, &one.short_window, &one.written_at, &one.rated_at, &one.looked_at}) {
       if (*window > 0) --*window;
     }
     offer(one);

@@ -26,6 +26,9 @@ enum class OptimizerKind : uint8_t {
   kAdadelta,
 };
 enum class ScheduleKind : uint8_t { kNone, kCosine, kStep, kWarmup };
+// What `clip` bounds: a norm of all gradients (Euclid's or the greatest), that of every other parameter,
+// or each element.
+enum class ClipKind : uint8_t { kNorm, kGreatest, kSome, kValue };
 
 // The ranks of a part of the training, and what they hold.
 struct Setup {
@@ -47,7 +50,8 @@ struct Composition {
   int64_t overflow_at = -1;                             // fp16: a loss of this window is infinite
   Weights weights = Weights::kEqual;
   int64_t weightless = -1;  // nothing counts in this window
-  double clip = 0;          // the largest norm; 0: none
+  double clip = 0;          // the bound; 0: none
+  ClipKind clip_kind = ClipKind::kNorm;
   OptimizerKind optimizer = OptimizerKind::kSgd;
   bool groups = false;  // the second half of the parameters has another rate, and decay
   ScheduleKind schedule = ScheduleKind::kNone;
@@ -60,6 +64,11 @@ struct Composition {
   int64_t left_out = -1;         // no step in this window
   bool keeps_gradients = false;  // nor is anything cleared
   int64_t short_window = -1;     // one micro-batch on each rank
+  bool early = false;            // the optimizer is made before prepare()
+  int64_t written_at = -1;       // before this window the program writes to all parameters
+  int64_t rated_at = -1;         // ... and to the rate of every group
+  int64_t looked_at = -1;        // amid this window the model is evaluated
+  bool two_losses = false;       // each micro-batch has two backwards
   friend bool operator==(const Composition&, const Composition&) = default;
 
   const Setup& setup_at(int64_t window) const {

@@ -15,6 +15,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/nn/lora/lora.h>
 #include <tessera/optim/clip.h>
@@ -108,6 +109,47 @@ void set_trained(Training& training, const Composition& one, int64_t window) {
       .submodule(parts[static_cast<size_t>(one.part) % parts.size()])
       .requires_grad_(window == one.thaw_at);
 }
+
+// What a program does to its parameters and rates between steps.
+void write_before(Training& training, const Composition& one, int64_t window) {
+  if (window == one.written_at) {
+    const NoGradGuard no_grad;
+    nn::ModuleBase& model = training.subject->model();
+    // Of parts their elements, or the wholes of which they are cut again.
+    const bool is_cut = std::ranges::any_of(model.parameters(), distributed::is_dtensor);
+    std::optional<distributed::FullParametersScope> wholes;
+    if (is_cut && one.seed % 2 == 0) {
+      wholes.emplace(model, true);
+    }
+    for (const Tensor& parameter : model.parameters()) {
+      (distributed::is_dtensor(parameter) ? distributed::to_local(parameter) : parameter)
+          .mul_(0.75);
+    }
+  }
+  if (window == one.rated_at) {
+    for (size_t group = 0; group < training.optimizer->num_groups(); ++group) {
+      training.optimizer->set_lr(group, training.optimizer->lr(group) * 0.5);
+    }
+  }
+}
+
+// In the mode of evaluation, without gradients, amid a training.
+double look_at(Training& training, int64_t index) {
+  nn::ModuleBase& model = training.subject->model();
+  model.eval();
+  const NoGradGuard no_grad;
+  const double loss = training.subject->loss(index, 1).loss.item();
+  model.train();
+  return loss;
+}
+
+// Every other one.
+TensorList some_of(const NamedTensors& parameters) {
+  TensorList some;
+  for (size_t i = 0; i < parameters.size(); i += 2) some.push_back(parameters[i].tensor);
+  return some;
+}
+constexpr double kGreatest = std::numeric_limits<double>::infinity();
 
 // All that are ever trained: who thaws a part has it in the optimizer.
 NamedTensors trained(const Training& training, const Composition& one) {
@@ -228,6 +270,7 @@ Outcome train_plainly(const Composition& one) {
   Outcome outcome;
   for (int64_t window = 0; window < one.windows; ++window) {
     if (window > 0) set_trained(training, one, window);
+    write_before(training, one, window);
     const int64_t begin_index = first_index(one, window);
     const int64_t count = micro_batches(one, window) * one.setup_at(window).ranks;
     std::vector<MicroLoss> losses;
@@ -237,14 +280,22 @@ Outcome train_plainly(const Composition& one) {
       outcome.losses[i] = losses.back().loss.item();
       total += losses.back().weight;
     }
+    if (window == one.looked_at) outcome.looks[window] = look_at(training, begin_index);
     for (const MicroLoss& micro : losses) {
       (micro.loss * (total > 0 ? micro.weight / total : 0)).backward();
     }
     const bool skips = total == 0 || window == one.overflow_at;
     outcome.skipped[window] = skips;
     if (window != one.left_out && !skips) {
-      if (one.clip > 0) {
-        outcome.norms[window] = optim::clip_grad_norm(tensors_of(parameters), one.clip).item();
+      if (one.clip > 0 && one.clip_kind == ClipKind::kValue) {
+        optim::clip_grad_value(parameters, one.clip / 20);
+      } else if (one.clip > 0) {
+        const bool all = one.clip_kind != ClipKind::kSome;
+        outcome.norms[window] =
+            optim::clip_grad_norm(
+                all ? tensors_of(parameters) : some_of(parameters), one.clip,
+                {.norm_type = one.clip_kind == ClipKind::kGreatest ? kGreatest : 2})
+                .item();
       }
       training.optimizer->step();
       if (training.schedule) training.schedule->step();
@@ -292,8 +343,9 @@ void train_windows(const Composition& one, int64_t begin, int64_t end, int rank,
        .dp_replicate_size = setup.replicas > 1 ? std::optional(setup.replicas) : std::nullopt,
        .loss_scale = {.init_scale = narrow ? std::optional(1024.0) : std::nullopt},
        .config_file = ""});
+  if (one.early) make_optimizer(training, one);
   accelerator.prepare(model);
-  make_optimizer(training, one);
+  if (!one.early) make_optimizer(training, one);
   accelerator.prepare(*training.optimizer);
   if (training.schedule) accelerator.prepare(*training.schedule);
   if (one.ema) {
@@ -303,6 +355,7 @@ void train_windows(const Composition& one, int64_t begin, int64_t end, int rank,
   if (begin > 0) accelerator.load_state(folder);
   for (int64_t window = begin; window < end; ++window) {
     if (window > begin) set_trained(training, one, window);
+    write_before(training, one, window);
     const int64_t turns = micro_batches(one, window);
     for (int64_t turn = 0; turn < turns; ++turn) {
       const int64_t index = first_index(one, window) + turn * setup.ranks + rank;
@@ -312,15 +365,29 @@ void train_windows(const Composition& one, int64_t begin, int64_t end, int rank,
         const std::lock_guard lock(mutex);
         outcome.losses[index] = loss.loss.item();
       }
+      if (window == one.looked_at && turn == turns - 1) {
+        const double look = look_at(training, first_index(one, window));
+        const std::lock_guard lock(mutex);
+        outcome.looks[window] = look;
+      }
       const bool overflows =
           window == one.overflow_at && turn == turns - 1 && rank == setup.ranks - 1;
-      accelerator.backward(
-          overflows ? loss.loss * std::numeric_limits<double>::infinity() : loss.loss,
-          {.weight = loss.weight});
+      Tensor total = overflows ? loss.loss * std::numeric_limits<double>::infinity() : loss.loss;
+      if (one.two_losses) {
+        accelerator.backward(total * 0.25,
+                             {.weight = loss.weight, .retain_graph = true, .more = true});
+        total = total * 0.75;
+      }
+      accelerator.backward(total, {.weight = loss.weight});
       if (window != one.left_out) {
         Tensor norm;
-        if (one.clip > 0) {
-          norm = accelerator.clip_grad_norm(tensors_of(trained(training, one)), one.clip);
+        const NamedTensors all = trained(training, one);
+        if (one.clip > 0 && one.clip_kind == ClipKind::kValue) {
+          accelerator.clip_grad_value(all, one.clip / 20);
+        } else if (one.clip > 0) {
+          norm = accelerator.clip_grad_norm(
+              one.clip_kind == ClipKind::kSome ? some_of(all) : tensors_of(all), one.clip,
+              one.clip_kind == ClipKind::kGreatest ? kGreatest : 2);
         }
         training.optimizer->step();
         if (training.schedule) training.schedule->step();
@@ -430,6 +497,7 @@ std::string difference(const Composition& one, const Outcome& facade, const Outc
                     : ": left out, though a step is right\n");
     }
   }
+  compare("look in window", facade.looks, plain.looks, bounds.loss);
   compare("norm of window", facade.norms, plain.norms, bounds.norm);
   compare("rate after window", facade.rates, plain.rates, 1e-12);
   const auto compare_values = [&](const char* what, const auto& a, const auto& b) {

@@ -14,6 +14,7 @@ struct Outcome {
   std::map<int64_t, double> losses;  // by micro-batch
   std::map<int64_t, double> norms;   // by window, where it was clipped and stepped
   std::map<int64_t, double> rates;   // after each window
+  std::map<int64_t, double> looks;   // by window, of the model as it was evaluated
   std::map<int64_t, bool> skipped;   // windows whose step was left out
   // By name, at the end; of parameters the greatest way that an element of it went.
   std::map<std::string, std::vector<double>> values, averages;
