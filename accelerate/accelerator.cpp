@@ -311,6 +311,7 @@ std::vector<data::LoaderBase*> Accelerator::loaders() const {
 
 void Accelerator::State::check_between_windows(std::string_view where) {
   end_left_windows();
+  clear_awaited(models);
   for (const auto& record : models) {
     TS_CHECK(record->window.is_boundary(), where, "a window of ", record->type_name,
              " is open, and its gradients are no state; save and load after an optimizer step");

@@ -210,13 +210,7 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
   optimizer.set_zero_grad_gate([weak, own] {
     const auto state = weak.lock();
     const auto record = own.lock();
-    if (!state || !record) return true;
-    state->end_left_windows();
-    if (!state->at_boundary(*record)) return false;
-    state->settle_gradients(*record);
-    Clipping::drop(*record);  // of gradients that go
-    state->loss_scaling.forget(*record->optimizer);
-    return true;
+    return !state || !record || state->may_clear(*record);
   });
   optimizers.push_back(std::move(record));
 }

@@ -113,6 +113,11 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   // Called before the next loss is scaled.
   void update_scale();
   optim::StepDecision may_step(OptimizerRecord& record);
+  bool may_clear(OptimizerRecord& record);
+  // The optimizers of these models whose zero_grad() waits for a backward, and its doing where none
+  // will come.
+  std::vector<OptimizerRecord*> awaiting(const std::vector<std::shared_ptr<ModelRecord>>& of);
+  void clear_awaited(const std::vector<std::shared_ptr<ModelRecord>>& of);
   optim::StepDecision may_step_schedule_of(const optim::Optimizer& optimizer);
 };
 

@@ -76,6 +76,7 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
     micro.records.push_back(state.at(*model, "accumulate"));
     micro.records.back()->check_undivided("accumulate");
   }
+  state.clear_awaited(micro.records);
   if (state.capturing != nullptr) {
     ++state.capturing->micro_batches;
     state.capturing->opened = micro.records;
@@ -227,6 +228,9 @@ Accelerator::State::BackwardCall::BackwardCall(State& state, const Tensor& loss,
   weight_ = state.weigh(options.weight);
   state.check_one_batch(weight_);
   if (in_window_) own_ = state.open.back().records;
+  for (OptimizerRecord* record : state.awaiting(in_window_ ? own_ : state.models)) {
+    record->clearing = OptimizerRecord::Clearing::kNone;
+  }
   WindowWeights::add(own_, weight_, options.weight.has_value());
   undivided_ = state.weights.is_undivided(own_);
   seed_ = state.weights.seed_of(loss, weight_, own_, undivided_, state.steps);
@@ -407,6 +411,7 @@ AcceleratorScope Accelerator::trigger_sync_in_backward(nn::ModuleBase& model) {
 StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   refuse_in_capture("a step of a prepared optimizer");
   end_left_windows();
+  clear_awaited(models_of(record));
   record.was_skipped();  // before skip_reason() is another
   const bool clipped = std::exchange(record.clipped, false);
   record.clip.reset();  // the step takes the factor, whatever it then does
@@ -441,6 +446,48 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   clipping.before_step(record, clipped);
   std::string overflow = loss_scaling.before_step(*record.optimizer);
   return overflow.empty() ? StepDecision{} : StepDecision::skip(std::move(overflow));
+}
+
+// Most loops of PyTorch call zero_grad() in front of the backward, and what it is to clear there is the
+// window before.
+bool Accelerator::State::may_clear(OptimizerRecord& record) {
+  end_left_windows();
+  const auto& own = models_of(record);
+  if (!at_boundary(record)) {
+    const auto is_untouched = [](const auto& model) { return model->window.is_untouched(); };
+    if (own.empty() || !std::ranges::all_of(own, is_untouched)) return false;
+  } else if (record.clearing != OptimizerRecord::Clearing::kNow) {
+    const auto awaits_last = [](const auto& model) { return model->window.awaits_last(); };
+    if (std::ranges::any_of(own, awaits_last)) {
+      record.clearing = OptimizerRecord::Clearing::kWaits;
+      return false;
+    }
+  }
+  record.clearing = OptimizerRecord::Clearing::kNone;
+  settle_gradients(record);
+  Clipping::drop(record);  // of gradients that go
+  loss_scaling.forget(*record.optimizer);
+  return true;
+}
+
+std::vector<OptimizerRecord*> Accelerator::State::awaiting(
+    const std::vector<std::shared_ptr<ModelRecord>>& of) {
+  std::vector<OptimizerRecord*> found;
+  for (const auto& record : optimizers) {
+    const auto is_of = [&](const auto& model) { return std::ranges::find(of, model) != of.end(); };
+    if (record->clearing == OptimizerRecord::Clearing::kWaits &&
+        std::ranges::any_of(models_of(*record), is_of)) {
+      found.push_back(record.get());
+    }
+  }
+  return found;
+}
+
+void Accelerator::State::clear_awaited(const std::vector<std::shared_ptr<ModelRecord>>& of) {
+  for (OptimizerRecord* record : awaiting(of)) {
+    record->clearing = OptimizerRecord::Clearing::kNow;
+    record->optimizer->zero_grad();
+  }
 }
 
 StepDecision Accelerator::State::may_step_schedule_of(const optim::Optimizer& optimizer) {

@@ -144,7 +144,10 @@ struct OptimizerRecord {
     Tensor before_on_device;
   };
   std::optional<FoldedClip> clip;
-  bool clipped = false;    // by the program, within gradient_clipping
+  bool clipped = false;  // by the program, within gradient_clipping
+  // zero_grad() came to a window whose last backward may still come, and then nothing is cleared.
+  enum class Clearing : uint8_t { kNone, kWaits, kNow };
+  Clearing clearing = Clearing::kNone;
   bool attempted = false;  // step() came to a boundary, and its outcome was not read yet
   bool skipped = false;
 

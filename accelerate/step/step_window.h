@@ -42,6 +42,13 @@ class StepWindow {
   bool is_short() const { return boundary_ && index_ + 1 < steps_; }  // the last, before its time
   bool is_whole() const { return boundary_ && index_ == 0; }          // the only one of the window
 
+  // No backward has come since it began, which was before its last micro-batch.
+  bool is_untouched() const { return index_ == 0 && !boundary_ && !weighed_; }
+  // Backwards have come, but not the last micro-batch's.
+  bool awaits_last() const {
+    return boundary_ && index_ > 0 && !weighed_ && (pending_ || reduced_);
+  }
+
   // In units of the nominal weight. Several backwards of one micro-batch (two losses) have one
   // weight, that of the first, which the others must repeat. Returns false if they do not.
   bool add_weight(double weight) {

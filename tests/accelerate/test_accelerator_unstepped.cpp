@@ -1,8 +1,9 @@
 // Windows that no step follows: nothing weighs anything, gradients overflow, the program leaves the
-// step out. What comes after them is what one process has in f32.
+// step out. What comes after them is what one process has in f32. And zero_grad() wherever it stands.
 // ctest labels: threads
 #include "accelerate/accelerator_fixture.h"
 #include "accelerate/sharding_modes.h"
+#include "finished_process.h"
 
 #include <functional>
 #include <limits>
@@ -27,6 +28,8 @@ struct Micro {
   std::optional<double> weight = {};
   double factor = 1;  // of the loss
   bool ends_window = false;
+  bool clears_first = false;  // zero_grad() before the backward
+  bool has_backward = true;
 };
 
 // A training of y = a x + b whose program is given, and the values that it comes to: norms, then
@@ -47,6 +50,8 @@ struct Training {
     // The same on all ranks: so is one process's.
     const auto [x, y] = line.rows(8 * batches, 8 * batches + 8);
     ++batches;
+    if (micro.clears_first) clear();
+    if (!micro.has_backward) return;
     accelerator.backward(squared_error(model(x), y) * micro.factor, {.weight = micro.weight});
   }
   void clip(double max_norm = 0.5) {
@@ -179,6 +184,100 @@ TEST(UnsteppedWindows, OfOneMicroBatchThatOverflowAreNotAddedTo) {
 TEST(UnsteppedWindows, OfOneMicroBatchThatTheProgramLeavesOutAreNotAddedTo) {
   expect_as_in_f32(
       2, [](Training& training) { after_a_short_window(training, {.ends_window = true}, false); });
+}
+
+// ---- zero_grad() in front of the backward, as most loops of PyTorch have it --------------------
+
+TEST(ZeroGradFirst, KeepsWhatTheWindowHasAddedUp) {
+  for (const int64_t accumulation : {1, 2, 3}) {
+    const auto program = [&](bool first) {
+      return [=](Training& training) {
+        for (int64_t micro = 0; micro < 3 * accumulation; ++micro) {
+          training.backward({.clears_first = first});
+          training.clip();
+          training.step();
+          if (!first) training.clear();
+        }
+      };
+    };
+    expect_as_in_f32(accumulation, program(true), {Precision::kNo, Precision::kFP16},
+                     program(false));
+  }
+}
+
+TEST(ZeroGradFirst, ClearsWhatAWindowWithoutAStepHasLeft) {
+  const auto program = [&](bool first) {
+    return [=](Training& training) {
+      for (int64_t micro = 0; micro < 6; ++micro) {
+        training.backward({.clears_first = first});
+        if (micro != 1) training.step();
+        if (!first) training.clear();
+      }
+    };
+  };
+  expect_as_in_f32(2, program(true), {Precision::kNo, Precision::kFP16}, program(false));
+}
+
+// A program that sees a loss that is no number, say, and goes on with the next batch.
+TEST(ZeroGradFirst, ClearsTheWindowWhoseLastBackwardDoesNotCome) {
+  const auto program = [](bool left) {
+    return [=](Training& training) {
+      training.batches = left ? 0 : 2;
+      if (left) {
+        training.backward();
+        training.backward({.clears_first = true, .has_backward = false});
+        training.clear();  // no more than once
+      }
+      for (int64_t micro = 0; micro < 4; ++micro) {
+        training.backward();
+        training.step(), training.clear();
+      }
+    };
+  };
+  expect_as_in_f32(2, program(true), {Precision::kNo, Precision::kFP16}, program(false));
+}
+
+// As of a generator and its critic, whose step comes before the generator's loss.
+TEST(ZeroGradFirst, OfTwoModelsWaitsForTheBackwardOfEach) {
+  const auto train = [](bool first) {
+    const Line line{128};
+    Accelerator accelerator({.gradient_accumulation_steps = 2, .seed = 5, .config_file = ""});
+    Regression g, d;
+    optim::SGD of_g(g.named_parameters(), {.lr = 0.1}), of_d(d.named_parameters(), {.lr = 0.1});
+    accelerator.prepare(g, d, of_g, of_d);
+    for (int64_t micro = 0; micro < 4; ++micro) {
+      const auto [x, y] = line.rows(8 * micro, 8 * micro + 8);
+      const auto scope_of_g = accelerator.accumulate(g);
+      if (first) of_g.zero_grad();
+      {
+        const auto scope_of_d = accelerator.accumulate(d);
+        if (first) of_d.zero_grad();
+        accelerator.backward(squared_error(d(x), y));
+        of_d.step();
+      }
+      accelerator.backward(squared_error(g(x), y));
+      of_g.step();
+      if (!first) of_g.zero_grad(), of_d.zero_grad();
+    }
+    return std::vector<std::vector<double>>{g.parameters().front().to_vector(),
+                                            d.parameters().front().to_vector()};
+  };
+  const auto expected = train(false);
+  for (const int ranks : {1, 2}) {
+    on_ranks(ranks, [&](int) { EXPECT_EQ(train(true), expected); });
+  }
+}
+
+TEST(ZeroGradFirst, ThatWaitsForABackwardIsDoneBeforeASave) {
+  on_ranks(1, [](int) {
+    Training training({.accumulation = 2});
+    training.backward();
+    training.backward({.clears_first = true, .has_backward = false});
+    ASSERT_TRUE(training.model.parameters().front().grad().defined());
+    const TestFolder folder;
+    EXPECT_NO_THROW(training.accelerator.save_state(folder.path("state")));
+    EXPECT_FALSE(training.model.parameters().front().grad().defined());
+  });
 }
 
 }  // namespace
