@@ -114,6 +114,7 @@ void visit(auto& one, auto&& visit) {
   visit("rated_at", one.rated_at, {});
   visit("looked_at", one.looked_at, {});
   visit("two_losses", one.two_losses, {});
+  visit("clears_first", one.clears_first, {});
   visit("windows", one.windows, {});
   visit("seed", one.seed, {});
 }
@@ -151,6 +152,8 @@ Composition settled(Composition one) {
   if (one.keeps_gradients && (one.resume_at == one.left_out + 1 || one.overflow_at >= 0)) {
     one.keeps_gradients = false;
   }
+  // What no step has come to is no state.
+  if (one.left_out >= 0 && one.resume_at == one.left_out + 1) one.clears_first = false;
   return one;
 }
 
@@ -192,6 +195,7 @@ Composition draw(uint64_t seed) {
   if (draw.one_in(5)) one.rated_at = draw.below(one.windows);
   if (draw.one_in(4)) one.looked_at = draw.below(one.windows);
   one.two_losses = draw.one_in(5);
+  one.clears_first = draw.one_in(3);
   return settled(one);
 }
 

@@ -69,6 +69,7 @@ struct Composition {
   int64_t rated_at = -1;         // ... and to the rate of every group
   int64_t looked_at = -1;        // amid this window the model is evaluated
   bool two_losses = false;       // each micro-batch has two backwards
+  bool clears_first = false;  // zero_grad() stands in front of each backward, not behind the step
   friend bool operator==(const Composition&, const Composition&) = default;
 
   const Setup& setup_at(int64_t window) const {

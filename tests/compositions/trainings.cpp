@@ -44,6 +44,11 @@ uint64_t mixed(uint64_t seed, int64_t index) {
   return z ^ (z >> 32);
 }
 
+// Whether the gradients of the window before are not to be added to.
+bool clears(const Composition& one, int64_t before) {
+  return before != one.left_out || !one.keeps_gradients;
+}
+
 double share_of(const Composition& one, int64_t window, int64_t index) {
   if (window == one.weightless) return 0;
   if (window == one.overflow_at) return 1;  // nothing is infinite where nothing counts
@@ -271,6 +276,7 @@ Outcome train_plainly(const Composition& one) {
   for (int64_t window = 0; window < one.windows; ++window) {
     if (window > 0) set_trained(training, one, window);
     write_before(training, one, window);
+    if (one.clears_first && clears(one, window - 1)) training.optimizer->zero_grad();
     const int64_t begin_index = first_index(one, window);
     const int64_t count = micro_batches(one, window) * one.setup_at(window).ranks;
     std::vector<MicroLoss> losses;
@@ -301,7 +307,7 @@ Outcome train_plainly(const Composition& one) {
       if (training.schedule) training.schedule->step();
       if (training.average) training.average->update();
     }
-    if (window != one.left_out || !one.keeps_gradients) training.optimizer->zero_grad();
+    if (!one.clears_first && clears(one, window)) training.optimizer->zero_grad();
     outcome.rates[window] = training.optimizer->lr();
   }
   outcome.values = doubles_of(model.named_parameters());
@@ -372,6 +378,7 @@ void train_windows(const Composition& one, int64_t begin, int64_t end, int rank,
       }
       const bool overflows =
           window == one.overflow_at && turn == turns - 1 && rank == setup.ranks - 1;
+      if (one.clears_first && clears(one, window - 1)) training.optimizer->zero_grad();
       Tensor total = overflows ? loss.loss * std::numeric_limits<double>::infinity() : loss.loss;
       if (one.two_losses) {
         accelerator.backward(total * 0.25,
@@ -399,7 +406,7 @@ void train_windows(const Composition& one, int64_t begin, int64_t end, int rank,
           if (norm.defined() && !skipped) outcome.norms[window] = norm.item();
         }
       }
-      if (window != one.left_out || !one.keeps_gradients) training.optimizer->zero_grad();
+      if (!one.clears_first && clears(one, window)) training.optimizer->zero_grad();
     }
     const std::lock_guard lock(mutex);
     outcome.rates[window] = training.optimizer->lr();
