@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <unordered_set>
 
 #include <tessera/core/factory/factory.h>
@@ -13,20 +14,18 @@ namespace {
 
 double* value_of(const Tensor& tensor) { return tensor.data_as<double>(); }
 
-// Rank 0's first weight: all ranks must divide by the same. Ranks that have no more batches could
-// not be asked.
+// The first weight that is not 0, of one process as of ranks in their order: all must divide by the
+// same. 0 where there is none yet. Ranks that have no more batches could not be asked.
 double agree_on_nominal(double weight, distributed::Group& ranks, bool joined) {
-  if (ranks.size() > 1 && !joined) {
-    const Tensor nominal = raw::empty({1}, kF64);
-    *value_of(nominal) = weight;
-    ranks
-        .broadcast(nominal, 0, {.channel = distributed::Channel::kControl, .tag = "nominal_weight"})
-        .wait();
-    weight = *value_of(nominal);
-  } else if (joined) {
-    weight = 1;
-  }
-  return weight > 0 ? weight : 1;
+  if (joined) return 1;
+  if (ranks.size() == 1) return weight;
+  const Tensor own = raw::empty({1}, kF64), all = raw::empty({ranks.size()}, kF64);
+  *value_of(own) = weight;
+  ranks.all_gather(all, own, {.channel = distributed::Channel::kControl, .tag = "nominal_weight"})
+      .wait();
+  const std::span<const double> weights(value_of(all), static_cast<size_t>(ranks.size()));
+  const auto first = std::ranges::find_if(weights, [](double one) { return one > 0; });
+  return first == weights.end() ? 0 : *first;
 }
 
 }  // namespace
@@ -46,7 +45,7 @@ double WindowWeights::weigh(std::optional<double> given, const data::LoaderBase*
     TS_CHECK(*given >= 0 && std::isfinite(*given), "backward",
              "a weight counts samples or tokens and is not negative; got ", *given);
     if (nominal.weight == 0) nominal.weight = agree_on_nominal(*given, dims.loss_ranks(), joined);
-    return *given / nominal.weight;
+    return *given == 0 ? 0 : *given / nominal.weight;
   }
   if (loader == nullptr) return 1;
   if (nominal.samples == 0) {
@@ -57,7 +56,8 @@ double WindowWeights::weigh(std::optional<double> given, const data::LoaderBase*
                           : static_cast<double>(batch_size) /
                                 (settings_.split_batches ? dims.batch_ranks().size() : 1);
   }
-  return static_cast<double>(loader->batch_samples()) / nominal.samples;
+  const int64_t samples = loader->batch_samples();
+  return samples == 0 ? 0 : static_cast<double>(samples) / nominal.samples;
 }
 
 void WindowWeights::add(Records own, double weight, bool is_given) {
