@@ -195,6 +195,7 @@ void expect_few_rows() {
                                   {5, 33, 64},
                                   {6, 70, 45},
                                   {7, 67, 517},
+                                  {8, 37, 2100},
                                   {13, 97, 130},
                                   {16, 36, 1024},
                                   {64, 66, 513}}) {
@@ -232,7 +233,8 @@ void expect_same_bits_alone(Layout layout_b) {
     return c;
   };
   const std::vector<T> all = rows_from(0, 16);
-  for (const auto& [first, rows] : {std::pair{0, 1}, {7, 1}, {3, 2}, {5, 9}, {1, 15}}) {
+  for (const auto& [first, rows] :
+       {std::pair{0, 1}, {7, 1}, {3, 2}, {2, 7}, {0, 8}, {5, 9}, {1, 15}}) {
     const std::vector<T> alone = rows_from(first, rows);
     EXPECT_EQ(std::memcmp(alone.data(), all.data() + first * n, alone.size() * sizeof(T)), 0)
         << name_of(dtype_of<T>) << " rows " << first << " to " << first + rows;
