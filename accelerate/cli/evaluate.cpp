@@ -158,11 +158,8 @@ void evaluate_choices(const EvaluateRequest& request, const LanguageModel& model
 
 int evaluate(const EvaluateRequest& request) {
   if (request.threads > 0) set_num_threads(request.threads);
-  LanguageModel model = LanguageModel::from_pretrained(request.model);
-  if (!request.dtype.empty()) {
-    model.module->to(*parse_dtype(request.dtype));
-    model.dtype = *parse_dtype(request.dtype);
-  }
+  const LanguageModel model = LanguageModel::from_pretrained(request.model);
+  if (!request.dtype.empty()) model.module->to(*parse_dtype(request.dtype));
   const Words words(request.model, model.vocab_size);
   if (!request.text.empty()) evaluate_text(request, model, words);
   if (!request.choices.empty()) evaluate_choices(request, model, words);

@@ -33,7 +33,7 @@ std::vector<Likelihood> likelihoods(const LanguageModel& model, std::span<const 
   }
   const auto B = static_cast<int64_t>(rows.size()), T = static_cast<int64_t>(length);
   const auto on_device = [&](const std::vector<int64_t>& ids) {
-    return tensor(std::span<const int64_t>(ids), {B, T}).to(model.device);
+    return tensor(std::span<const int64_t>(ids), {B, T}).to(model.device());
   };
   const Tensor logits = model.logits(on_device(input), false, nullptr, Tensor()).to(kF32);
   const Tensor wanted = on_device(target).unsqueeze(2);

@@ -21,8 +21,7 @@ LanguageModel language_model(Gpt& model) {
       .cache = {.layers = config.layers,
                 .heads = config.heads,
                 .width = config.width / config.heads},
-      .dtype = table.dtype(),
-      .device = table.device(),
+      .table = &table,
       .vocab_size = config.vocab_size,
       .context = config.context,
       .is_limited = true};
@@ -41,8 +40,7 @@ LanguageModel language_model(Llama& model) {
             return model(tokens, Tensor(), last_only, cache, padding).logits;
           },
       .cache = {.layers = config.layers, .heads = config.keys(), .width = config.head()},
-      .dtype = table.dtype(),
-      .device = table.device(),
+      .table = &table,
       .vocab_size = config.vocab_size,
       .ends = config.end_of_text,
       .context = config.context,
@@ -89,11 +87,13 @@ KvCacheShape room_for(const LanguageModel& model, const std::vector<std::vector<
 
 }  // namespace
 
+Tensor host_logits(const Tensor& logits) { return logits.to(kF32).cpu().contiguous(); }
+
 GrowingTexts::GrowingTexts(const LanguageModel& model, std::vector<std::vector<int64_t>> texts,
                            int64_t more, std::optional<DType> cache_dtype)
     : model_(model),
       texts_(checked(std::move(texts))),
-      cache_(room_for(model, texts_, more), cache_dtype.value_or(model.dtype), model.device) {
+      cache_(room_for(model, texts_, more), cache_dtype.value_or(model.dtype()), model.device()) {
   const int64_t longest = longest_of(texts_);
   for (const auto& text : texts_) padding_.push_back(longest - static_cast<int64_t>(text.size()));
 }
@@ -101,7 +101,7 @@ GrowingTexts::GrowingTexts(const LanguageModel& model, std::vector<std::vector<i
 Tensor GrowingTexts::padding() const {
   if (std::ranges::all_of(padding_, [](int64_t each) { return each == 0; })) return {};
   const auto count = static_cast<int64_t>(padding_.size());
-  return tensor(std::span<const int64_t>(padding_), {count}).to(model_.device);
+  return tensor(std::span<const int64_t>(padding_), {count}).to(model_.device());
 }
 
 void GrowingTexts::select(const std::vector<int64_t>& rows) {
@@ -113,7 +113,7 @@ void GrowingTexts::select(const std::vector<int64_t>& rows) {
   texts_ = pick(texts_);
   padding_ = pick(padding_);
   const auto count = static_cast<int64_t>(rows.size());
-  cache_.select(tensor(std::span<const int64_t>(rows), {count}).to(model_.device));
+  cache_.select(tensor(std::span<const int64_t>(rows), {count}).to(model_.device()));
 }
 
 void GrowingTexts::read() {
@@ -130,13 +130,13 @@ void GrowingTexts::read() {
       tokens.push_back(at < padding_[i] ? 0 : texts_[i][static_cast<size_t>(at - padding_[i])]);
     }
   }
-  const Tensor input = tensor(std::span<const int64_t>(tokens), {count, fresh}).to(model_.device);
-  logits_ = model_.logits(input, true, &cache_, padding()).to(kF32).to_vector<float>();
+  const Tensor input = tensor(std::span<const int64_t>(tokens), {count, fresh}).to(model_.device());
+  logits_ = host_logits(model_.logits(input, true, &cache_, padding()));
 }
 
 std::span<float> GrowingTexts::logits(size_t i) {
   const auto size = static_cast<size_t>(model_.vocab_size);
-  return std::span<float>(logits_).subspan(i * size, size);
+  return {static_cast<float*>(logits_.data()) + i * size, size};
 }
 
 }  // namespace tessera::nn::models

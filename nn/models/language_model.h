@@ -25,9 +25,8 @@ struct LanguageModel {
   // Logits for tokens [B, T] behind a cache (or null): [B, T, V], or [B, 1, V] of the last tokens.
   std::function<Tensor(const Tensor& tokens, bool last_only, KvCache* cache, const Tensor& padding)>
       logits = {};
-  KvCacheShape cache = {};  // without batch and capacity
-  DType dtype = kF32;
-  Device device = kCpu;
+  KvCacheShape cache = {};        // without batch and capacity
+  const Tensor* table = nullptr;  // the model's, of tokens
   int64_t vocab_size = 0;
   std::vector<int64_t> ends = {};  // any of them ends a text
   int64_t context = 0;             // the length that the model was made for
@@ -36,6 +35,9 @@ struct LanguageModel {
   // calculated again where a text grows past this. 0: never.
   int64_t turns_anew_after = 0;
 
+  // Those of the model as it is now, however it was converted and moved.
+  DType dtype() const { return table->dtype(); }
+  const Device& device() const { return table->device(); }
   // A folder of transformers, GPT-2 or Llama-like. UnsupportedError for other model types.
   static LanguageModel from_pretrained(const std::string& folder);
 };
@@ -60,6 +62,9 @@ class EvaluationMode {
   ModuleBase& module_;
   const bool was_training_;
 };
+
+// As f32 in rows on the CPU, which may be those of the model.
+Tensor host_logits(const Tensor& logits);
 
 // Texts that grow by a token at a time, beside a cache. Shorter ones are padded at the left.
 class GrowingTexts {
@@ -86,7 +91,7 @@ class GrowingTexts {
   std::vector<std::vector<int64_t>> texts_;
   std::vector<int64_t> padding_;  // of each text
   KvCache cache_;
-  std::vector<float> logits_;
+  Tensor logits_;  // host_logits()
 };
 
 }  // namespace tessera::nn::models

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <numeric>
 
 #include <tessera/autograd/autograd.h>
@@ -176,6 +177,15 @@ TEST(Gpt2, GenerationGoesOnBeyondTheContext) {
 TEST(Gpt2, SamplingFollowsTemperatureTopKAndTopP) {
   const std::vector<float> logits = {0, 2, 1, 2};
   EXPECT_EQ(sample(logits, {.temperature = 0}, 0), 1) << "the first of equals";
+  for (const size_t place : {0, 15, 16, 511, 512, 1023, 1029}) {  // in blocks, and behind the last
+    std::vector<float> many(1030, -2);
+    many[place] = -1;
+    if (place > 0) many[place - 1] = std::numeric_limits<float>::quiet_NaN();
+    many.back() = -1;
+    EXPECT_EQ(sample(many, {.temperature = 0}, 0), static_cast<int64_t>(place));
+  }
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  EXPECT_EQ(sample(std::vector<float>{kNone, kNone}, {.temperature = 0}, 0), 0);
   std::array<int, 4> counts{};
   for (int i = 0; i < 4000; ++i) {
     ++counts[static_cast<size_t>(sample(logits, {.temperature = 1}, i))];

@@ -197,6 +197,20 @@ TEST(Evaluation, ContinuationsHaveTheLikelihoodOfTheirTokensWhateverIsBesideThem
   EXPECT_THROW(continuation_likelihoods(language_model(*model), {{{1}, {}}}), ValueError);
 }
 
+// ---- What generation asks of a model ------------------------------------------------------------
+
+TEST(LanguageModels, HaveTheDtypeOfTheModelAfterItWasConverted) {
+  const auto model = decoder("qwen2_layers");
+  const LanguageModel any = language_model(*model);
+  EXPECT_EQ(any.dtype(), kF32);
+  model->to(kBF16);
+  EXPECT_EQ(any.dtype(), kBF16);
+  Gpt gpt({.vocab_size = 16, .context = 8, .width = 8, .layers = 1, .heads = 2});
+  const LanguageModel other = language_model(gpt);
+  gpt.to(kF16);
+  EXPECT_EQ(other.dtype(), kF16);
+}
+
 // ---- GGUF ----------------------------------------------------------------------------------------
 
 struct Gguf {
