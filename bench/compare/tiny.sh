@@ -1,5 +1,6 @@
 #!/bin/sh
-# tiny.sh BENCH_STEP: the comparison with PyTorch, and JAX where it is, at a size that says nothing, to see that it runs.
+# tiny.sh BENCH_STEP BENCH_GENERATE: the comparisons with PyTorch, JAX where it is and transformers where it is, at a
+# size that says nothing, to see that they run.
 # Skips (77) where python3, or $TESSERA_PYTHON, has no torch.
 set -eu
 python=${TESSERA_PYTHON:-python3}
@@ -27,4 +28,15 @@ for cell in cells:
     expected = {"tiny-bert": 0.7, "tiny-vit": 2.3, "tiny-cnn": 2.3}.get(cell["cell"], 5.5)
     for program in [name for name in ("tessera", "pytorch-eager", "jax") if name in cell]:
         assert abs(cell[program]["loss"] - expected) < 0.7, cell[program]
+END
+"$python" -c 'import transformers' 2> /dev/null || exit 0
+"$python" "$(dirname "$0")/generate.py" --bench "$2" --models tiny tiny-llama --dtype f32 --batch-size 3 --tokens 8 --rounds 1 \
+  --json "$folder/generate.json" | tee "$folder/table"
+test "$(grep -c '^tiny.*[0-9]x' "$folder/table")" -eq 2
+"$python" - "$folder/generate.json" << 'END'
+import json
+import sys
+for cell in json.load(open(sys.argv[1])):
+    assert cell["equal"] == cell["tokens"] == 8 * cell["batch_size"], cell
+    assert cell["ratio"] > 0 and 0 < cell["floor"] < 1 and cell["weight_bytes"] > 0, cell
 END
