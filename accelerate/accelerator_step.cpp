@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <sstream>
+#include <unordered_set>
 
 #include <tessera/accelerate/accelerator_state.h>
 #include <tessera/autograd/autocast_mode.h>
@@ -217,6 +218,7 @@ class Accelerator::State::BackwardCall {
   bool undivided_ = false;
   double seed_ = 1;  // of the loss, its scale for f16 aside
   std::vector<Expected> reducing_;
+  std::unordered_set<TensorImpl*> resumed_;  // parameters whose mean is a sum again
 };
 
 Accelerator::State::BackwardCall::BackwardCall(State& state, const Tensor& loss,
@@ -266,7 +268,8 @@ void Accelerator::State::BackwardCall::begin(const std::shared_ptr<ModelRecord>&
       record->reduces() ? record->parallel->pass().holds_unreduced() : !is_own || window.pending();
   if (is_own && window.reduced()) {
     // A mean over ranks stays as it is where the loss is another model's: nothing reduces it again.
-    if (!record->reduces() || record->is_reached_by(loss_)) state_.weights.resume(*record);
+    if (!record->reduces() || record->is_reached_by(loss_))
+      state_.weights.resume(*record, resumed_);
   } else if (!continues) {
     state_.weights.begin_sum(*record, loss_, at_once);
   } else if (is_own && record->reduces()) {

@@ -142,7 +142,7 @@ void WindowWeights::begin_sum(ModelRecord& record, const Tensor& loss, bool at_o
   }
 }
 
-void WindowWeights::resume(ModelRecord& record) const {
+void WindowWeights::resume(ModelRecord& record, std::unordered_set<TensorImpl*>& seen) const {
   if (!record.kept.empty()) {
     record.kept.subtract();
     if (record.reduces()) record.parallel->pass().accept_written();
@@ -152,7 +152,6 @@ void WindowWeights::resume(ModelRecord& record) const {
     return divides_as_huggingface() ? pass.keep_gradients() : pass.resume_sum();
   }
   if (record.divisor == 1) return;
-  std::unordered_set<TensorImpl*> seen;
   kernels::multi_tensor_scale(gradients_of(record.parameters, seen), &record.divisor);
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <unordered_set>
 
 #include <tessera/accelerate/settings/settings.h>
 #include <tessera/accelerate/step/prepared_objects.h>
@@ -51,8 +52,9 @@ class WindowWeights {
   // Called before the first backward of a sum: keeps `.grad` in addition to it. `at_once`: this
   // backward is the whole sum.
   void begin_sum(ModelRecord& record, const Tensor& loss, bool at_once) const;
-  // Turns a mean that a further backward adds to into a sum again.
-  void resume(ModelRecord& record) const;
+  // Turns a mean that a further backward adds to into a sum again. `seen`: what other models of this
+  // backward have resumed, which may share parameters.
+  void resume(ModelRecord& record, std::unordered_set<TensorImpl*>& seen) const;
   // Does what a reduction does, if there is none: turns the sum into the mean.
   void divide(Records records, bool undivided) const;
 

@@ -164,6 +164,50 @@ TEST(SeveralModels, OfWhichOneIsFrozenJustNowTrainAsInOneProcess) {
   }
 }
 
+// Another line with the slope of a first one.
+struct SameSlope : nn::Module<SameSlope> {
+  explicit SameSlope(const Regression& first)
+      : a(parameter("a", first.a)), b(parameter("b", raw::zeros({1}, kF32))) {}
+  Tensor forward(const Tensor& x) { return x * a + b; }
+  const Tensor& a;
+  const Tensor& b;
+};
+
+TEST(SeveralModels, ThatShareAParameterCountItOnce) {
+  const Line line(256);
+  const auto batch = [&](int64_t number) { return line.rows(8 * number, 8 * number + 8); };
+  enum class Losses { kOneSum, kMoreFollow, kOneAfterTheOther };
+  for (const int64_t accumulation : {1, 2, 3}) {
+    Regression plain;
+    SameSlope plain_other(plain);
+    for (int64_t micro = 0; micro < 2 * accumulation; ++micro) {  // two windows, none cleared
+      const auto [x, y] = batch(micro);
+      const Tensor loss = squared_error(plain(x), y) + squared_error(plain_other(x), y * 3);
+      (loss * (1 / static_cast<double>(accumulation))).backward();
+    }
+    for (const Losses losses : {Losses::kOneSum, Losses::kMoreFollow, Losses::kOneAfterTheOther}) {
+      SCOPED_TRACE(testing::Message() << accumulation << " " << static_cast<int>(losses));
+      Accelerator accelerator({.gradient_accumulation_steps = accumulation, .config_file = ""});
+      Regression model;
+      SameSlope other(model);
+      accelerator.prepare(model, other);
+      for (int64_t micro = 0; micro < 2 * accumulation; ++micro) {
+        const auto [x, y] = batch(micro);
+        const auto scope = accelerator.accumulate(model, other);
+        const Tensor first = squared_error(model(x), y), second = squared_error(other(x), y * 3);
+        if (losses == Losses::kOneSum) {
+          accelerator.backward(first + second);
+        } else {
+          accelerator.backward(first, {.more = losses == Losses::kMoreFollow});
+          accelerator.backward(second);
+        }
+      }
+      EXPECT_TRUE(near(gradients_of(model), gradients_of(plain)));
+      EXPECT_TRUE(near(gradients_of(other), gradients_of(plain_other)));
+    }
+  }
+}
+
 // ---- Windows that a loop leaves ----------------------------------------------------------------
 
 // A loop over a prepared loader that is left after `batches` of it, then whole windows.
