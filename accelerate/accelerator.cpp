@@ -19,6 +19,7 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/precision/autocast.h>
@@ -502,6 +503,8 @@ std::string Accelerator::describe() const {
       PlainText<std::istringstream> layers(record->policy.fp8()->report().table());
       for (std::string line; std::getline(layers, line);) out << "  " << line << '\n';
     }
+    PlainText<std::istringstream> layers(distributed::describe_layers(*record->model));
+    for (std::string line; std::getline(layers, line);) out << "  " << line << '\n';
     if (record->parallel) out << "  " << record->parallel->describe();
     if (record->stages) {
       PlainText<std::istringstream> stages(record->stages->describe());

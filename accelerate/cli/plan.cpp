@@ -8,6 +8,7 @@
 #include <fstream>
 #include <memory>
 #include <optional>
+#include <set>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -39,35 +40,40 @@ struct PlanRequest {
   std::string pp_size = "1", pp_schedule = "1f1b", pp_stages_per_rank = "1", picture;
 };
 
+constexpr int64_t kMostRanks = 65536;
+
 struct RequestedMesh {
-  int64_t shard = 1, replicate = 1;
+  int64_t shard = 1, replicate = 1, tp = 1;
+  int64_t ranks() const { return shard * replicate * tp; }
 };
 
 // "dp_shard=1024,dp_replicate=8"
 RequestedMesh mesh_of(const std::string& text) {
   RequestedMesh mesh;
-  std::string seen;
+  std::set<std::string> seen;
   for (size_t begin = 0; begin <= text.size();) {
     const size_t end = std::min(text.find(',', begin), text.size());
     const std::string part = text.substr(begin, end - begin);
     const size_t sign = part.find('=');
     const std::string axis = part.substr(0, sign);
-    TS_CHECK_AS(UsageError, axis == "dp_shard" || axis == "dp_replicate", kPlanCommand,
-                "--mesh has the axes dp_shard and dp_replicate; got \"", part,
+    TS_CHECK_AS(UsageError, axis == "dp_shard" || axis == "dp_replicate" || axis == "tp",
+                kPlanCommand, "--mesh has the axes dp_shard, dp_replicate and tp; got \"", part,
                 "\"; say --mesh dp_shard=8 or --mesh dp_shard=8,dp_replicate=4");
-    TS_CHECK_AS(UsageError, seen != axis, kPlanCommand, "--mesh names ", axis, " twice");
+    TS_CHECK_AS(UsageError, seen.insert(axis).second, kPlanCommand, "--mesh names ", axis,
+                " twice");
     const std::string digits = sign == std::string::npos ? "" : part.substr(sign + 1);
     const bool whole = !digits.empty() && digits.size() < 8 &&
                        std::ranges::all_of(digits, [](unsigned char c) { return std::isdigit(c); });
     const int64_t size = whole ? std::stoll(digits) : 0;
     TS_CHECK_AS(UsageError, size >= 1, kPlanCommand, "--mesh ", axis,
                 " has to be a whole number above 0; got \"", digits, "\"");
-    (axis == "dp_shard" ? mesh.shard : mesh.replicate) = size;
-    seen = axis;
+    TS_CHECK_AS(UsageError, size <= kMostRanks, kPlanCommand, "--mesh makes ", size,
+                " ranks; plans go up to ", kMostRanks);
+    (axis == "dp_shard" ? mesh.shard : axis == "tp" ? mesh.tp : mesh.replicate) = size;
     begin = end + 1;
   }
-  TS_CHECK_AS(UsageError, mesh.shard * mesh.replicate <= 65536, kPlanCommand, "--mesh makes ",
-              mesh.shard * mesh.replicate, " ranks; plans go up to 65536");
+  TS_CHECK_AS(UsageError, mesh.ranks() <= kMostRanks, kPlanCommand, "--mesh makes ", mesh.ranks(),
+              " ranks; plans go up to ", kMostRanks);
   return mesh;
 }
 
@@ -106,6 +112,7 @@ Settings settings_of(const PlanRequest& request) {
   const RequestedMesh mesh = mesh_of(request.mesh);
   assign_text(settings, "sharding", request.sharding, "--sharding");
   const Sharding mode = settings.sharding.value;
+  if (mesh.tp > 1) assign_text(settings, "tp_size", std::to_string(mesh.tp), "--mesh");
   const bool cuts = mode == Sharding::kFsdp || mode == Sharding::kZero3;
   if (cuts) {
     TS_CHECK_AS(UsageError, mesh.replicate == 1 || mesh.shard > 1, kPlanCommand,
@@ -269,7 +276,7 @@ int run_plan(const PlanRequest& request, const CLI::App& command) {
   const TrainingPlan plan = plan_training(
       [&] { return model.training(request.batch, request.context); },
       {.settings = settings_of(request),
-       .ranks = static_cast<int>(mesh.shard * mesh.replicate),
+       .ranks = static_cast<int>(mesh.ranks()),
        .optimizer = optimizer_named(
            request.optimizer,
            {.momentum = request.momentum, .not_by_muon = model.parameters.not_by_muon()}),
@@ -302,7 +309,8 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--sharding", request->sharding, "ddp, zero1, zero2, zero3 or fsdp")
       ->check(CLI::IsMember({"ddp", "zero1", "zero2", "zero3", "fsdp"}))
       ->capture_default_str();
-  command->add_option("--mesh", request->mesh, "dp_shard=N, dp_replicate=M, or both with a comma");
+  command->add_option("--mesh", request->mesh,
+                      "dp_shard=N, dp_replicate=M, tp=K, or several with commas");
   command->add_option("--batch-size", request->batch, "sequences of a micro-batch")->check(many);
   command->add_option("--context", request->context, "tokens of a sequence")->check(many);
   command

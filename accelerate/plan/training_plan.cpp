@@ -18,7 +18,9 @@
 #include <tessera/core/tensor/empty.h>
 #include <tessera/distributed/data_parallel/data_parallel_model.h>
 #include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/transport/backend.h>
+#include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/distributed/transport/rank_context.h>
 #include <tessera/optim/muon.h>
@@ -132,6 +134,7 @@ class Rehearsal {
   nn::ModuleBase& model() { return *training_.model; }
   distributed::Mesh& mesh() { return dims_.mesh(); }
   int64_t elements() const { return elements_; }
+  std::string layers() const { return distributed::describe_layers(*training_.model); }
   std::string units() const { return made_.parallel ? made_.parallel->describe() : std::string(); }
 
  private:
@@ -165,6 +168,20 @@ std::map<std::string, std::string> groups_of(const distributed::Mesh& mesh) {
   std::map<std::string, std::string> axes;
   for (const distributed::MeshAxis& axis : mesh.axes()) {
     axes.try_emplace(mesh.group(axis.name).name(), axis.name);
+  }
+  // Products: "dp_shard_tp", of the axes along which the ranks of a group differ.
+  for (const auto& group : distributed::groups_of_rank()) {
+    const std::vector<int> first = mesh.coordinates_of(group->ranks().front());
+    std::string name;
+    int size = 1;
+    for (size_t axis = 0; axis < first.size(); ++axis) {
+      const bool differ = std::ranges::any_of(
+          group->ranks(), [&](int rank) { return mesh.coordinates_of(rank)[axis] != first[axis]; });
+      if (!differ) continue;
+      name += (name.empty() ? "" : "_") + mesh.axes()[axis].name;
+      size *= mesh.axes()[axis].size;
+    }
+    if (size == group->size()) axes.try_emplace(group->name(), name);
   }
   return axes;
 }
@@ -344,6 +361,7 @@ TrainingPlan plan_training(const std::function<PlannedTraining()>& make,
   plan.mesh = rehearsal.mesh().describe();
   plan.collectives = add_up(plan.records, groups_of(rehearsal.mesh()), options.network);
   plan.units = rehearsal.units();
+  plan.layers = rehearsal.layers();
   return plan;
 }
 
@@ -398,6 +416,7 @@ std::string TrainingPlan::describe(int64_t memory) const {
     plain_snprintf(line, sizeof line, "%.0f%% of %s", 100 * share, of_bytes(memory).c_str());
     row(share <= 1 ? "fits:" : "DOES NOT FIT:", line);
   }
+  if (!layers.empty()) out << "\n" << layers;
   out << "\na step of a rank sends\n";
   plain_snprintf(line, sizeof line, "  %-9s %-15s %-11s %-13s %7s %12s %12s%s\n", "phase", "call",
                  "of", "axis", "calls", "tensors", "on the wire", network ? "      seconds" : "");

@@ -24,7 +24,8 @@
 // the default, has the largest.
 //
 // Not included: what happens before the first step (a model that is made whole before sharding),
-// loaders, checkpoints, clipping (one all-reduce of 544 bytes a step), workspace of kernels (but for
+// loaders (with tp_size the ranks compare their places in them, 24 bytes a micro-batch),
+// checkpoints, clipping (one all-reduce of 544 bytes a step), workspace of kernels (but for
 // the logits that a loss computes and drops), and
 // the allocator's rounding. Activations are what ops save on a CPU, where fewer ops are fused than
 // on a GPU.
@@ -126,7 +127,8 @@ struct TrainingPlan {
   std::vector<distributed::CommRecord> records;  // of one step, in their order
   double flops = 0;  // of a rank's step: products, convolutions, attention, recomputation
   std::optional<Network> network;
-  std::string units;  // the engine's description of its units
+  std::string units;   // the engine's description of its units
+  std::string layers;  // with tp: what the rank has of each, distributed::describe_layers()
 
   double communication_seconds() const;
   // Seconds of a step's flops at the network's flops per second; 0 if that is not known.

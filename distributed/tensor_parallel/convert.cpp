@@ -6,6 +6,7 @@
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/redistribute.h>
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
+#include <tessera/distributed/transport/rank_context.h>
 
 namespace tessera::distributed {
 namespace {
@@ -50,6 +51,7 @@ struct Conversion {
                                (was_whole && to.is_summand() && group.rank() == 0);
     if (moves_nothing || group.size() == 1) return raw::alias(x);
     if (x.is_meta() && group.backend().moves_data()) return shape_of_result(x, group);
+    const PhaseScope phase(current_backward() == 0 ? "forward" : "backward");
     return moved_along(x, placement_of(from), placement_of(to), length, group, kConvertCall);
   }
 };

@@ -3,12 +3,16 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <sstream>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/initial_values.h>
+#include <tessera/core/plain_text.h>
 #include <tessera/core/tensor/element_guard.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/distributed/backward/mutant.h>
 #include <tessera/distributed/fully_shard/local_parts.h>
 #include <tessera/distributed/mesh/divided_parameter.h>
 #include <tessera/distributed/mesh/dtensor.h>
@@ -382,6 +386,90 @@ void parallelize_module(nn::ModuleBase& model, Mesh& mesh, const ParallelizeOpti
   for (const Styled& styled : modules) division.divide(styled);
   division.keep_rest(model);
   keep_local_parts(model, mesh);
+}
+
+// ---- Told ---------------------------------------------------------------------------------------
+
+namespace {
+
+// "h.11.fc" and "h.2.fc" alike: "h.*.fc".
+std::string without_numbers(const std::string& name) {
+  std::string text;
+  for (size_t begin = 0; begin <= name.size();) {
+    const size_t end = std::min(name.find('.', begin), name.size());
+    const std::string part = name.substr(begin, end - begin);
+    const bool number = !part.empty() && part.find_first_not_of("0123456789") == part.npos;
+    text += (begin == 0 ? "" : ".") + (number ? std::string("*") : part);
+    begin = end + 1;
+  }
+  return text;
+}
+
+struct PartOfWhole {
+  Shape shape;
+  std::string marks;
+};
+PartOfWhole part_of(const Tensor& parameter, const DividedParameter& divided,
+                    const ComputeMesh& mesh) {
+  PartOfWhole part{whole_shape(parameter), {}};
+  for (size_t axis = 0; axis < mesh.axes(); ++axis) {
+    const Mark mark = decoded(divided.marks, axis);
+    part.marks += ", " + describe(mark);
+    if (mark.is_replicated()) part.marks += ": its gradients are summands";
+    if (!mark.is_shard()) continue;
+    const Group& ranks = mesh.group(axis);
+    int64_t& length = part.shape[mark.dim];
+    const auto [begin, end] = chunk_of(length / mark.blocks, ranks.size(), ranks.rank());
+    length = (end - begin) * mark.blocks;
+  }
+  return part;
+}
+
+}  // namespace
+
+std::string describe_layers(const nn::ModuleBase& model) {
+  struct Line {
+    std::string name, text;
+    int count;
+  };
+  std::vector<Line> lines;
+  int64_t own = 0, all = 0;
+  for (const auto& [name, parameter] : model.named_parameters()) {
+    const DividedParameter* const divided = divided_parameter(parameter);
+    if (divided == nullptr) continue;
+    const Shape whole = whole_shape(parameter);
+    const PartOfWhole part = part_of(parameter, *divided, compute_mesh());
+    own += numel_of(part.shape);
+    all += numel_of(whole);
+    using tessera::detail::concatenate;
+    const std::string of = part.shape == whole ? "" : concatenate(" of ", whole);
+    const Line line{without_numbers(name), concatenate(part.shape, of, part.marks), 1};
+    const auto known = std::ranges::find_if(
+        lines, [&](const Line& one) { return one.name == line.name && one.text == line.text; });
+    if (known == lines.end()) {
+      lines.push_back(line);
+    } else {
+      ++known->count;
+    }
+  }
+  if (lines.empty()) return {};
+  const ComputeMesh& mesh = compute_mesh();
+  std::string axes;
+  for (size_t axis = 0; axis < mesh.axes(); ++axis) {
+    axes +=
+        (axis == 0 ? "" : ", ") + mesh.name(axis) + "=" + std::to_string(mesh.group(axis).size());
+  }
+  size_t width = 0;
+  for (const Line& line : lines) width = std::max(width, line.name.size());
+  PlainText<std::ostringstream> text;
+  text << "layers along " << axes << ": this rank has " << own << " of " << all << " elements\n";
+  for (const Line& line : lines) {
+    std::string count = line.count == 1 ? "" : "x " + std::to_string(line.count);
+    count.resize(std::max<size_t>(count.size(), 5), ' ');
+    text << "  " << line.name << std::string(width - line.name.size() + 2, ' ') << count << " "
+         << line.text << "\n";
+  }
+  return text.str();
 }
 
 }  // namespace tessera::distributed

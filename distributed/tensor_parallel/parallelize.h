@@ -61,4 +61,12 @@ struct ParallelizeOptions {
 // pattern that no module has, a module that its style does not serve, sizes that do not divide.
 void parallelize_module(nn::ModuleBase& model, Mesh& mesh, const ParallelizeOptions& options = {});
 
+// What became of the parameters, for people: a line for those of equal names but for numbers. Empty
+// for a model that is not divided.
+//
+//     layers along tp=2: this rank has 3840 of 7328 elements
+//       transformer.wte.weight             [19, 16] of [38, 16], Shard(0)
+//       transformer.h.*.ln_1.weight  x 2   [16], replicated: its gradients are summands
+std::string describe_layers(const nn::ModuleBase& model);
+
 }  // namespace tessera::distributed

@@ -6,6 +6,7 @@
 #include <tessera/core/context.h>
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
 #include <tessera/distributed/tensor_parallel/convert.h>
+#include <tessera/distributed/transport/rank_context.h>
 
 namespace tessera::distributed {
 namespace {
@@ -72,6 +73,7 @@ Tensor linear_cross_entropy(const VocabularyPart& part, const Tensor& x, const T
 
   ComputeMesh& mesh = compute_mesh();
   const Tensor top = amax(detach(logits), {1}, true);  // [N, 1]
+  const PhaseScope phase(current_backward() == 0 ? "forward" : "backward");
   Group& ranks = mesh.group(mesh.position(part.axis));
   if (!top.is_meta() || !ranks.backend().moves_data()) {  // else of another stage of a pipeline
     ranks

@@ -159,7 +159,6 @@ TEST(AcceleratorTensorParallel, LoadersDealAlongDataRanksAlone) {
   compared_ranks(4, [](int rank) {
     Accelerator accelerator({.sharding = Sharding::kFsdp, .tp_size = 2, .config_file = ""});
     EXPECT_EQ(accelerator.data_ranks().size(), 2);
-    EXPECT_TRUE(mentions(accelerator.describe(), "mesh(dp_shard=2, tp=2)"));
     // The seeds that loaders take of themselves differ; the first rank's is that of all.
     manual_seed(static_cast<uint64_t>(rank));
     auto loader = make_loader(kBatch, {});
@@ -176,6 +175,42 @@ TEST(AcceleratorTensorParallel, LoadersDealAlongDataRanksAlone) {
       EXPECT_EQ(of(2), of(3));
       EXPECT_NE(of(0), of(2));
     }
+  });
+}
+
+TEST(AcceleratorTensorParallel, DescribesTheMeshAndWhatARankHasOfEachLayer) {
+  for (const bool sequence : {true, false}) {
+    compared_ranks(4, [&](int) {
+      const auto model = make_model();
+      Accelerator accelerator(
+          {.sharding = Sharding::kFsdp, .tp_size = 2, .tp_sequence = sequence, .config_file = ""});
+      accelerator.prepare(*model);
+      const std::string told = accelerator.describe();
+      // C 16, vocabulary 38, context 8. Of a block's weights and biases half, but of rows' biases
+      // and norms all.
+      constexpr int64_t kBlock = 12 * 16 * 16 + 7 * 16, kWhole = 2 * 16 + 4 * 16;
+      constexpr int64_t kOwn = 38 * 16 / 2 + 8 * 16 + 2 * (kBlock / 2 + kWhole) + 2 * 16;
+      constexpr int64_t kAll = 38 * 16 + 8 * 16 + 2 * (kBlock + kWhole) + 2 * 16;
+      const std::string elements = "layers along tp=2: this rank has " + std::to_string(kOwn) +
+                                   " of " + std::to_string(kAll) + " elements\n";
+      const std::string copies = sequence ? "replicated: its gradients are summands" : "invariant";
+      for (const std::string& part :
+           {std::string("mesh(dp_shard=2, tp=2)"), elements,
+            std::string(
+                "transformer.wte.weight                    [19, 16] of [38, 16], Shard(0)\n"),
+            std::string("attn.c_attn.weight  x 2   [24, 16] of [48, 16], Shard(0) of 3 blocks\n"),
+            std::string("attn.c_proj.weight  x 2   [16, 8] of [16, 16], Shard(1)\n"),
+            std::string("attn.c_proj.bias    x 2   [16], invariant\n"),
+            "ln_1.weight         x 2   [16], " + copies + "\n"}) {
+        EXPECT_TRUE(mentions(told, part)) << part << "\n" << told;
+      }
+    });
+  }
+  compared_ranks(2, [](int) {
+    const auto model = make_model();
+    Accelerator accelerator({.config_file = ""});
+    accelerator.prepare(*model);
+    EXPECT_FALSE(mentions(accelerator.describe(), "layers along"));
   });
 }
 

@@ -275,6 +275,27 @@ TEST(PlanCommand, SaysWhetherItFitsAndWhatItSends) {
   EXPECT_TRUE(small.printed("DOES NOT FIT")) << small;
 }
 
+TEST(PlanCommand, SaysWhatARankHasOfLayersThatRanksShare) {
+  TestFolder folder;
+  const std::string model = folder.write("config.json", R"({"model_type": "gpt2", "n_embd": 64,
+    "n_layer": 3, "n_head": 4, "n_positions": 32, "vocab_size": 100})");
+  const FinishedProcess told =
+      tessera_command({"plan", "--model", model, "--mesh", "dp_shard=4,tp=2", "--batch-size", "2",
+                       "--context", "32", "--json", folder.path("p.json")});
+  EXPECT_EQ(told.code(), 0) << told;
+  for (const char* part :
+       {"fsdp on mesh(dp_shard=4, tp=2)", "layers along tp=2: this rank has ",
+        "transformer.h.*.attn.c_attn.weight  x 3   [96, 64] of [192, 64], Shard(0) of 3 blocks",
+        "module      tp "}) {
+    EXPECT_TRUE(told.printed(part)) << part << "\n" << told;
+  }
+  EXPECT_EQ(nlohmann::json::parse(folder.read("p.json"))["ranks"].size(), 8u);
+  const FinishedProcess copies = tessera_command(
+      {"plan", "--model", model, "--sharding", "ddp", "--mesh", "dp_replicate=2,tp=2"});
+  EXPECT_EQ(copies.code(), 1) << copies;
+  EXPECT_NE(copies.error.find("tp_size=2 (--mesh)"), std::string::npos) << copies;
+}
+
 TEST(PlanCommand, SecondsComeFromAStatedNetwork) {
   TestFolder folder;
   const std::string model = folder.write("config.json", kGpt2Xl);
@@ -349,7 +370,7 @@ TEST(PlanCommand, MistakesNameWhatIsWrong) {
     return told.error;
   };
   for (const auto& [words, part] : std::vector<std::pair<std::vector<std::string>, std::string>>{
-           {{"--mesh", "dp=8"}, "dp_shard and dp_replicate; got \"dp=8\""},
+           {{"--mesh", "dp=8"}, "dp_shard, dp_replicate and tp; got \"dp=8\""},
            {{"--mesh", "dp_shard=0"}, "dp_shard has to be a whole number above 0; got \"0\""},
            {{"--mesh", "dp_shard=2,dp_shard=2"}, "names dp_shard twice"},
            {{"--mesh", "dp_shard=4000000"}, "up to 65536"},

@@ -22,6 +22,7 @@
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/models/llama.h>
 #include <tessera/nn/norm.h>
+#include <tessera/nn/parallel_style.h>
 #include <tessera/optim/optimizers.h>
 
 #include "distributed/compared_ranks.h"
@@ -39,9 +40,11 @@ using distributed::CommRecord;
 // Of a model, and rows of a batch.
 struct Sizes {
   int64_t width, hidden, rows;
+  int64_t words() const { return width % 8 == 0 ? 12 : 11; }
 };
 constexpr Sizes kOdd{9, 13, 10};    // rows that no number of ranks divides
 constexpr Sizes kWide{32, 48, 16};  // that products in fp8 take
+constexpr Sizes kEven{8, 12, 12};   // that layers of several ranks take
 
 // With a table that is read twice.
 struct Block : nn::Module<Block> {
@@ -57,9 +60,9 @@ struct Block : nn::Module<Block> {
 struct Small : nn::Module<Small> {
   explicit Small(const Sizes& sizes_in = kOdd)
       : sizes(sizes_in),
-        table(add<nn::Embedding>("table", 11, sizes.width)),
+        table(add<nn::Embedding>("table", sizes.words(), sizes.width)),
         h(add<nn::ModuleList>("h")),
-        head(add<nn::Linear>("head", sizes.width, 11)) {
+        head(add<nn::Linear>("head", sizes.width, sizes.words())) {
     for (int i = 0; i < 3; ++i) h.append<Block>(sizes);
     head.share_parameter("weight", table.weight);
   }
@@ -67,6 +70,14 @@ struct Small : nn::Module<Small> {
     Tensor x = table(tokens);
     for (size_t i = 0; i < h.size(); ++i) x = h.at<Block>(i)(x);
     return head(x);
+  }
+  std::vector<nn::StyledModules> parallel_styles() const override {
+    using enum nn::ParallelStyle;
+    return {{"table", kVocabulary},
+            {"h.*.norm", kSequence},
+            {"h.*.up", kColumnwise},
+            {"h.*.down", kRowwise},
+            {"head", kLossHead}};
   }
   const Sizes sizes;
   nn::Embedding& table;
@@ -90,8 +101,12 @@ struct Way {
   double momentum = -1;  // of sgd; negative: of the name
   LossWeighting weighting = LossWeighting::kSamples;
   Fp8Scaling recipe = Fp8Scaling::kTensorwise;
+  int64_t tp = 1;
+  bool sequence = true;
 
-  const Sizes& sizes() const { return precision == Precision::kFP8 ? kWide : kOdd; }
+  const Sizes& sizes() const {
+    return precision == Precision::kFP8 ? kWide : tp > 1 ? kEven : kOdd;
+  }
   std::string describe() const {
     static const char* const kModes[] = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
     return std::string(kModes[static_cast<int>(sharding)]) + " on " + std::to_string(ranks) + ", " +
@@ -99,7 +114,8 @@ struct Way {
            std::to_string(static_cast<int>(precision)) + " " + std::string(name_of(recipe)) +
            (policy == PrecisionPolicy::kPure ? " pure" : "") + ", replicas " +
            std::to_string(replicas) + (reshards ? "" : ", kept") +
-           (checkpoints ? ", checkpointed" : "") + (sync_each_batch ? ", each batch" : "");
+           (checkpoints ? ", checkpointed" : "") + (sync_each_batch ? ", each batch" : "") +
+           (tp > 1 ? ", tp " + std::to_string(tp) : "") + (sequence ? "" : " without sequence");
   }
   Optimizers optimizers(const NamedTensors& parameters) const {
     if (momentum < 0) return optimizer_named(name, {.not_by_muon = {"table"}})(parameters);
@@ -127,6 +143,8 @@ TrainingPlan plan_of(const Way& way, int rank = 0) {
   settings.loss_weighting.value = way.weighting;
   settings.fp8_recipe.value = way.recipe;
   settings.fp8_filter.value = Fp8Filter::kAll;
+  settings.tp_size.value = way.tp;
+  settings.tp_sequence.value = way.sequence;
   settings.ddp_bucket_cap_mb.value = kBucketMegabytes;
   settings.ddp_first_bucket_mb.value = kFirstMegabytes;
   return plan_training(
@@ -169,6 +187,8 @@ std::vector<Measured> measure(const Way& way) {
          .sync_each_batch = way.sync_each_batch,
          .sharding = way.sharding,
          .dp_replicate_size = way.replicas,
+         .tp_size = way.tp,
+         .tp_sequence = way.sequence,
          .fsdp = {.reshard_after_forward = way.reshards,
                   .activation_checkpointing = way.checkpoints},
          .ddp = {.bucket_cap_mb = kBucketMegabytes, .first_bucket_mb = kFirstMegabytes},
@@ -197,6 +217,7 @@ std::vector<Measured> measure(const Way& way) {
 std::vector<std::string> lines_of(const std::vector<CommRecord>& records) {
   std::vector<std::string> lines;
   for (const CommRecord& record : records) {
+    if (record.tag == "one_batch") continue;  // of loaders, which plans have none of
     lines.push_back(
         record.phase + " " + std::string(name_of(record.operation)) + " " +
         std::string(name_of(record.channel)) + " " + std::string(name_of(record.dtype)) + " x" +
@@ -286,6 +307,38 @@ TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfMuon) {
       }
     }
   }
+}
+
+// Layers of several ranks: their calls, and what a rank has of them.
+TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfTensorParallelism) {
+  for (const bool sequence : {true, false}) {
+    for (const Precision precision : {Precision::kNo, Precision::kBF16}) {
+      expect_as_planned(
+          {.ranks = 2, .accumulate = 2, .precision = precision, .tp = 2, .sequence = sequence});
+    }
+    for (const Sharding mode : {Sharding::kFsdp, Sharding::kZero3, Sharding::kZero1}) {
+      expect_as_planned({.sharding = mode, .ranks = 4, .tp = 2, .sequence = sequence});
+    }
+  }
+  const TrainingPlan plan = plan_of({.sharding = Sharding::kFsdp, .ranks = 4, .tp = 2});
+  const std::string told = plan.describe();
+  for (const char* part :
+       {"fsdp on mesh(dp_shard=2, tp=2)", "layers along tp=2: this rank has ",
+        "h.*.up.weight    x 3   [6, 8] of [12, 8], Shard(0)\n",
+        "h.*.norm.weight  x 3   [8], replicated: its gradients are summands\n"}) {
+    EXPECT_TRUE(mentions(told, part)) << part << "\n" << told;
+  }
+  std::map<std::string, int64_t> calls;  // of modules' activations, along the axis
+  for (const PlannedCollective& one : plan.collectives) {
+    EXPECT_NE(one.axis, "") << one.phase << " " << name_of(one.operation) << "\n" << told;
+    if (one.channel != distributed::Channel::kModule) continue;
+    EXPECT_EQ(one.axis, "tp");
+    calls[one.phase + " " + std::string(name_of(one.operation))] += one.count;
+  }
+  // Each block once, the table and the head: the head's logits are gathered once more.
+  EXPECT_EQ(calls["forward reduce_scatter"], 3 + 1) << told;
+  EXPECT_EQ(calls["forward all_gather"], 3 + 1 + 1) << told;
+  EXPECT_EQ(plan_of({.sharding = Sharding::kFsdp}).layers, "");
 }
 
 // The figures of docs/precision.md.
