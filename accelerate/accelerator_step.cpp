@@ -157,7 +157,10 @@ void Accelerator::State::check_one_batch(double weight) const {
   if (!dims->mesh().has("tp") || capturing != nullptr) return;
   const data::LoaderBase* const loader = loader_plan->active();
   const data::LoaderCursor read = loader == nullptr ? data::LoaderCursor{-1, -1} : loader->cursor();
-  distributed::Group& ranks = dims->mesh().group("tp");
+  // All that reduce and gather together compare, or ranks that read alike would wait for others that
+  // throw. Those of one micro-batch lie side by side, as tp is the innermost axis.
+  distributed::Group& ranks = dims->mesh().group("stage");
+  const int64_t together = dims->mesh().size("tp");
   const Tensor own =
       tensor({static_cast<double>(read.epoch), static_cast<double>(read.position), weight}, kF64);
   const Tensor all = raw::empty({ranks.size(), 3}, kF64);
@@ -166,15 +169,16 @@ void Accelerator::State::check_one_batch(double weight) const {
   const auto* const numbers = all.data_as<double>();
   const auto told = [&](int64_t rank) {
     PlainText<std::ostringstream> out;
-    out << "tp rank " << rank << " has position " << numbers[3 * rank + 1] << " of epoch "
-        << numbers[3 * rank] << " with weight " << numbers[3 * rank + 2];
+    out << "tp rank " << rank % together << " has position " << numbers[3 * rank + 1]
+        << " of epoch " << numbers[3 * rank] << " with weight " << numbers[3 * rank + 2];
     return out.str();
   };
-  for (int64_t rank = 1; rank < ranks.size(); ++rank) {
-    TS_CHECK(std::equal(numbers, numbers + 3, numbers + 3 * rank), "backward",
-             "ranks that calculate one micro-batch together have read different ones: ", told(0),
-             ", ", told(rank),
-             "; let all ranks take the same steps through a prepared loader (-1: none)");
+  for (int64_t rank = 0; rank < ranks.size(); ++rank) {
+    const int64_t first = rank / together * together;
+    TS_CHECK(std::equal(numbers + 3 * first, numbers + 3 * first + 3, numbers + 3 * rank),
+             "backward", "ranks that calculate one micro-batch together have read different ones: ",
+             told(first), ", ", told(rank), " (ranks ", first, " and ", rank, " of '", ranks.name(),
+             "')", "; let all ranks take the same steps through a prepared loader (-1: none)");
   }
 }
 

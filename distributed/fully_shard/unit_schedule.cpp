@@ -160,7 +160,7 @@ void UnitSchedule::before_model() {
   // see [Note: backwards that threw]
   const bool threw = pass_.in_backward() || open_backward_;
   if (threw && (pass_.in_backward() || tells_failures())) pass_.fail_backward();
-  if (std::exchange(out_of_step_, false)) resume_calls(pass_.ranks(), groups());
+  if (std::exchange(out_of_step_, false)) resume();
   if (open_backward_) {
     for (ParamGroup* part : parts_) part->abandon();
     end();
@@ -508,24 +508,53 @@ void UnitSchedule::launch(ParamGroup& part) {
 }
 
 bool UnitSchedule::tells_failures() const {
-  return std::ranges::any_of(parts_, std::not_fn(&ParamGroup::keeps_wholes)) &&
+  const bool gathers = std::ranges::any_of(parts_, std::not_fn(&ParamGroup::keeps_wholes));
+  return (gathers || !compute_groups().empty()) &&
          std::ranges::all_of(groups(), [](const auto& group) {
            return group->size() == 1 || group->compares_calls();
          });
+}
+
+namespace {
+
+void add_once(std::vector<std::shared_ptr<Group>>& groups, Group* group) {
+  const auto same = [&](const auto& known) { return known.get() == group; };
+  if (group == nullptr || std::ranges::any_of(groups, same)) return;
+  groups.push_back(group->shared_from_this());
+}
+
+}  // namespace
+
+// Of ranks that calculate the model's layers together.
+std::vector<std::shared_ptr<Group>> UnitSchedule::compute_groups() const {
+  std::vector<std::shared_ptr<Group>> groups;
+  for (const ParamGroup* part : parts_) {
+    for (const ShardedParam& param : part->params()) {
+      if (!param.across) continue;
+      for (const MeshAxis& axis : param.across->mesh->axes()) {
+        if (axis.size > 1) add_once(groups, &param.across->mesh->group(axis.name));
+      }
+    }
+  }
+  return groups;
 }
 
 // Those that backwards call, each once.
 std::vector<std::shared_ptr<Group>> UnitSchedule::groups() const {
   std::vector<std::shared_ptr<Group>> groups{pass_.ranks().shared_from_this()};
   for (const ParamGroup* part : parts_) {
-    for (Group* group : {part->ranks().shards, part->ranks().replicas}) {
-      const auto same = [&](const auto& known) { return known.get() == group; };
-      if (group != nullptr && std::ranges::none_of(groups, same)) {
-        groups.push_back(group->shared_from_this());
-      }
-    }
+    add_once(groups, part->ranks().shards);
+    add_once(groups, part->ranks().replicas);
   }
+  for (const auto& group : compute_groups()) add_once(groups, group.get());
   return groups;
+}
+
+// see [Note: backwards that threw]
+void UnitSchedule::resume() const {
+  const auto all = groups();
+  if (compute_groups().empty()) return resume_calls(pass_.ranks(), all);
+  for (const auto& group : all) resume_calls(*group, {&group, 1});
 }
 
 namespace {
@@ -550,7 +579,8 @@ void UnitSchedule::fail(const std::string& what) {
   for (ParamGroup* part : parts_) part->let_go();
   const std::string reason = cause_of(what);
   for (const auto& group : groups()) {
-    for (const Channel channel : {Channel::kGradient, Channel::kParameter, Channel::kControl}) {
+    for (const Channel channel :
+         {Channel::kModule, Channel::kGradient, Channel::kParameter, Channel::kControl}) {
       group->tell(channel, reason);
     }
   }

@@ -30,6 +30,11 @@
 // (resume_calls()). If GPUs' calls are not compared no rank can be told in one: there no host waits
 // for another in backward, and the rank makes the calls that the others make.
 //
+// Layers that ranks calculate together (parallelize_module) convert activations in backward, so the
+// others may be in a conversion that this rank will never call, whatever the unit keeps: they are
+// told as well. No group of such a model need have all ranks that are told, so in each group of it
+// the ranks continue by themselves.
+//
 // [Note: recomputation] A module that runs again inside of a backward (checkpoint()) finds its unit
 // gathered for its backward. Such calls neither reshard it nor count for the order. If a part of a
 // call runs again, the unit's weights are in the module as in the call.
@@ -120,7 +125,9 @@ class UnitSchedule final : public GradientSchedule {
   void launch(ParamGroup& part);
   bool sums_replicas() const { return pass_.plan.all_reduce; }
   void gather_rest();
+  std::vector<std::shared_ptr<Group>> compute_groups() const;
   std::vector<std::shared_ptr<Group>> groups() const;
+  void resume() const;
   void follow_requires_grad();
   void name_changes();
   NamedTensors all_shards() const;

@@ -4,12 +4,15 @@
 
 #include <array>
 #include <cmath>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include <tessera/accelerate/accelerator.h>
+#include <tessera/autograd/autograd.h>
 #include <tessera/core/context.h>
+#include <tessera/core/error.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
@@ -214,20 +217,103 @@ TEST(AcceleratorTensorParallel, DescribesTheMeshAndWhatARankHasOfEachLayer) {
   });
 }
 
+// Also those that read alike, and would wait for the others' gradients.
 TEST(AcceleratorTensorParallel, RanksThatReadDifferentBatchesAreToldSo) {
-  compared_ranks(2, [](int rank) {
-    const auto model = make_model();
-    Accelerator accelerator({.tp_size = 2, .config_file = ""});
-    auto loader = make_loader(kBatch);
-    accelerator.prepare(*model, loader);
-    auto batch = loader.next();
-    if (rank == 1) batch = loader.next();  // one rank skips a batch
-    const auto micro = accelerator.accumulate(*model);
-    const Tensor loss = (*model)((*batch)[0], (*batch)[0]).loss;
-    const std::string message = message_of<ValueError>([&] { accelerator.backward(loss); });
-    EXPECT_TRUE(mentions(message, "tp rank 0 has position 4 of epoch 0")) << message;
-    EXPECT_TRUE(mentions(message, "tp rank 1 has position 8 of epoch 0")) << message;
-  });
+  for (const int data_ranks : {1, 2}) {
+    compared_ranks(
+        2 * data_ranks,
+        [&](int rank) {
+          const auto model = make_model();
+          AcceleratorOptions options{.tp_size = 2, .config_file = ""};
+          if (data_ranks > 1) options.sharding = Sharding::kFsdp;
+          Accelerator accelerator(options);
+          auto loader = make_loader(kBatch);
+          accelerator.prepare(*model, loader);
+          auto batch = loader.next();
+          const bool skips = rank == 2 * data_ranks - 1;
+          if (skips) batch = loader.next();  // one rank skips a batch
+          const auto micro = accelerator.accumulate(*model);
+          const Tensor loss = (*model)((*batch)[0], (*batch)[0]).loss;
+          const std::string message = message_of<ValueError>([&] { accelerator.backward(loss); });
+          const auto position = [&](int batches) {
+            return " has position " + std::to_string(kBatch * data_ranks * batches) + " of epoch 0";
+          };
+          EXPECT_TRUE(mentions(message, "tp rank 0" + position(1))) << message;
+          EXPECT_TRUE(mentions(message, "tp rank 1" + position(2))) << message;
+        },
+        {.timeout_seconds = 20});
+  }
+}
+
+// What ranks that know of each other alone make known, and what they train on with.
+StateDict train_past_a_failure(const AcceleratorOptions& options, int rank, int failing_block) {
+  const auto model = make_model(3, 0);
+  Accelerator accelerator(options);
+  optim::SGD optimizer(model->named_parameters(), {.lr = 0.2});
+  accelerator.prepare(*model, optimizer);
+  const Tensor tokens = randint(0, 37, {kBatch, kTokens}, kI64, RandomStream{11, 1});
+  std::function<void()> in_backward;
+  HookHandle watch;
+  if (failing_block >= 0) {
+    watch = model->transformer.h[static_cast<size_t>(failing_block)].register_forward_hook(
+        [&](nn::ModuleBase&, nn::TensorRefs, nn::TensorRefs outputs) {
+          if (!in_backward) return;
+          register_hook(*outputs[0], [&](const Tensor&) {
+            in_backward();
+            return Tensor();
+          });
+        });
+  }
+  const auto step = [&] {
+    const Tensor loss = (*model)(tokens, tokens).loss;
+    accelerator.backward(loss);
+    optimizer.step(), optimizer.zero_grad();
+  };
+  step();
+  if (failing_block >= 0 && rank == 1) {
+    in_backward = [] { TS_THROW(ValueError, "here", "no luck"); };
+    EXPECT_TRUE(mentions(message_of<ValueError>(step), "no luck"));
+    in_backward = nullptr;
+  } else if (failing_block >= 0) {
+    const std::string message = message_of<DistributedError>(step);
+    EXPECT_TRUE(mentions(message, "rank 1 has failed in its backward")) << message;
+    EXPECT_TRUE(mentions(message, "no luck")) << message;
+    EXPECT_FALSE(mentions(message, "waited")) << message;
+  }
+  optimizer.zero_grad();
+  step();
+  return accelerator.get_state_dict(*model);
+}
+
+TEST(AcceleratorTensorParallel, ABackwardThatFailsOnOneRankIsToldToAllAndTheyGoOn) {
+  std::vector<AcceleratorOptions> layouts(6, {.seed = 5, .config_file = ""});
+  layouts[0].tp_size = 2;
+  layouts[1].tp_size = 2, layouts[1].tp_sequence = false;
+  layouts[2].tp_size = 4;
+  layouts[3].tp_size = 2, layouts[3].sharding = Sharding::kFsdp;
+  layouts[4].tp_size = 2, layouts[4].sharding = Sharding::kFsdp, layouts[4].tp_sequence = false;
+  layouts[5].tp_size = 2, layouts[5].sharding = Sharding::kZero1;
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    const int ranks = i < 2 ? 2 : 4;
+    StateDict expected;
+    compared_ranks(ranks, [&](int rank) {
+      const StateDict state = train_past_a_failure(layouts[i], rank, -1);
+      if (rank == 0) expected = state;
+    });
+    for (const int block : {1, 0}) {
+      SCOPED_TRACE(testing::Message() << "layout " << i << ", block " << block);
+      distributed::failing_ranks(
+          "one fails in its backward", ranks,
+          [&](int rank) {
+            const StateDict state = train_past_a_failure(layouts[i], rank, block);
+            if (rank != 0) return;
+            for (const auto& [name, tensor] : expected) {
+              EXPECT_EQ(state.find(name)->to_vector(), tensor.to_vector()) << name;
+            }
+          },
+          {.timeout_seconds = 20});
+    }
+  }
 }
 
 struct Plain : nn::Module<Plain> {
