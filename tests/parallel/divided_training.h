@@ -80,7 +80,7 @@ inline Training llama_of(int64_t kv_heads, DType dtype = kF64, bool head_norms =
       [](nn::models::Llama& model, const Batch& b) { return model(b.inputs, b.targets).loss; });
 }
 inline Training llama() { return llama_of(2); }
-inline Training bert(double dropout = 0) {
+inline Training bert(double dropout = 0, DType dtype = kF64) {
   manual_seed(1);
   auto model =
       std::make_unique<nn::models::Bert>(nn::models::BertConfig{.vocab_size = 51,
@@ -91,7 +91,7 @@ inline Training bert(double dropout = 0) {
                                                                 .dropout = dropout,
                                                                 .attention_dropout = dropout});
   return training_of<nn::models::Bert>(
-      std::move(model), kF64, [](nn::models::Bert& model, const Batch& b) {
+      std::move(model), dtype, [](nn::models::Bert& model, const Batch& b) {
         return model(b.inputs, {}, b.inputs.select(1, 0).remainder(2)).loss;
       });
 }
