@@ -62,7 +62,8 @@ struct ProgramSpec {
   int tp = 2, dp = 1;
   bool sequence = false;
   bool tied = false, divides_table = true, divides_head = true, learned_positions = true;
-  bool pooled = false;  // a loss of the first token; else of all
+  bool pooled = false;    // a loss of the first token; else of all
+  bool averaged = false;  // pooled: of the mean of the tokens
   bool recompute = false, clip = false;
   int64_t samples = 2, tokens = 4, width = 4, vocabulary = 7;
   int accumulate = 1;
@@ -100,7 +101,10 @@ struct Outcome {
 struct Changes {
   std::function<void(Program& program)> table = {};  // before it is divided
   std::function<void(Program& program, distributed::Mesh& tp)> divided = {};  // and behind
+  // Instead of fully_shard().
+  std::function<void(nn::ModuleBase& model, distributed::Mesh& data)> sharded = {};
   std::function<void(nn::ModuleBase& model)> reduced = {};  // behind the backwards of a step
+  std::function<double(nn::ModuleBase& model)> norm = {};   // instead of clip_grad_norm()
 };
 
 Outcome run_alone(const ProgramSpec& spec);
@@ -213,11 +217,13 @@ struct Part : nn::Module<Part> {
   nn::Dropout* drop = nullptr;
 };
 
-// Of the first token, which a rank of sequence shards must be given.
+// Of the first token, or of all of them, which a rank of sequence shards must be given.
 struct Pool : nn::Module<Pool> {
   static constexpr int64_t kClasses = 3;
-  explicit Pool(int64_t width) : dense(add<nn::Linear>("dense", width, kClasses)) {}
-  Tensor forward(const Tensor& x) { return dense(x.select(1, 0)); }
+  Pool(int64_t width, bool averages_in)
+      : averages(averages_in), dense(add<nn::Linear>("dense", width, kClasses)) {}
+  Tensor forward(const Tensor& x) { return dense(averages ? mean(x, {1}) : x.select(1, 0)); }
+  const bool averages;
   nn::Linear& dense;
 };
 
@@ -229,7 +235,7 @@ struct Chain : nn::Module<Chain> {
         parts(add<nn::ModuleList>("parts")) {
     for (const PartSpec& part : spec.parts) parts.append<Part>(part, spec);
     if (spec.pooled) {
-      pool = &add<Pool>("pool", spec.width);
+      pool = &add<Pool>("pool", spec.width, spec.averaged);
     } else {
       head =
           &add<nn::Linear>("head", spec.width, spec.vocabulary, nn::LinearOptions{.bias = false});
@@ -322,7 +328,7 @@ inline void note(Outcome& outcome, const nn::ModuleBase& model, const std::strin
 
 // `ranks`: this one's place among those with batches of their own; null: one process.
 inline void train(const ProgramSpec& spec, Program& program, distributed::Group* ranks,
-                  const std::function<void(nn::ModuleBase&)>& reduced, Outcome& outcome) {
+                  const Changes& changes, Outcome& outcome) {
   optim::SGD optimizer(program.model->named_parameters(),
                        {.lr = spec.exact ? 0.125 : 0.02, .momentum = spec.exact ? 0 : 0.9});
   const bool alone = ranks == nullptr;
@@ -341,12 +347,14 @@ inline void train(const ProgramSpec& spec, Program& program, distributed::Group*
       (alone ? loss * (1.0 / spec.dp) : loss).backward();
       total.add_(loss.detach());
     }
-    if (reduced) reduced(*program.model);
+    if (changes.reduced) changes.reduced(*program.model);
     if (!alone) distributed::all_reduce(total, distributed::ReduceOp::kSum, *ranks);
     outcome.losses.push_back(total.item());
     note(outcome, *program.model, "gradient " + std::to_string(step) + " of ", true);
     if (spec.clip) {
-      outcome.losses.push_back(optim::clip_grad_norm(program.model->parameters(), 0.5).item());
+      outcome.losses.push_back(
+          changes.norm ? changes.norm(*program.model)
+                       : optim::clip_grad_norm(program.model->parameters(), 0.5).item());
     }
     optimizer.step();
     optimizer.zero_grad();
@@ -381,6 +389,7 @@ inline ProgramSpec program_of(const Numbers& numbers) {
   }
   spec.accumulate = 1 + reader.next(3);
   spec.dropout = reader.next(3) == 2 ? 0.5 : 0;
+  spec.averaged = reader.flag() && spec.pooled && !spec.exact;
   spec.seed = static_cast<uint64_t>(reader.next(1000));
   for (int i = 0; i < parts; ++i) spec.parts.push_back(part_of(reader, spec));
   return spec;
@@ -400,10 +409,10 @@ inline std::string ProgramSpec::describe() const {
   PlainText<std::ostringstream> out;
   out << (exact ? "exact" : "smooth") << ", tp " << tp << ", dp " << dp
       << (sequence ? ", sequence" : "") << (tied ? ", tied" : "") << (pooled ? ", pooled" : "")
-      << (recompute ? ", recompute" : "") << (clip ? ", clip" : "") << ", [" << samples << ", "
-      << tokens << ", " << width << "], vocabulary " << vocabulary << ", windows of " << accumulate
-      << ", dropout " << dropout << ", divided:" << (divides_table ? " table" : "")
-      << (divides_head ? " head" : "");
+      << (averaged ? " of the mean" : "") << (recompute ? ", recompute" : "")
+      << (clip ? ", clip" : "") << ", [" << samples << ", " << tokens << ", " << width
+      << "], vocabulary " << vocabulary << ", windows of " << accumulate << ", dropout " << dropout
+      << ", divided:" << (divides_table ? " table" : "") << (divides_head ? " head" : "");
   constexpr const char* kNames[] = {"mlp", "attention", "norm", "dropout"};
   for (const PartSpec& part : parts) {
     out << "; " << kNames[static_cast<size_t>(part.kind)] << " hidden " << part.hidden << " blocks "
@@ -423,14 +432,16 @@ inline Program make_program(const ProgramSpec& spec) {
           [&chain](const Tensor& ids, const Tensor& targets) { return chain(ids, targets); }};
 }
 
+// Sums of so many numbers below it are exact in f64.
+inline constexpr double kMostExact = 0x1p45;
+
 inline bool Outcome::is_exact() const {
-  constexpr double kMost = 0x1p45;
   for (const auto& [name, numbers] : values) {
     for (const double number : numbers) {
-      if (!(std::abs(number) < kMost)) return false;
+      if (!(std::abs(number) < kMostExact)) return false;
     }
   }
-  return std::ranges::all_of(losses, [](double loss) { return std::abs(loss) < kMost; });
+  return std::ranges::all_of(losses, [](double loss) { return std::abs(loss) < kMostExact; });
 }
 
 inline Outcome run_alone(const ProgramSpec& spec) {
@@ -461,8 +472,12 @@ inline Outcome run_divided(const ProgramSpec& spec, const Changes& changes) {
           checkpoints.push_back(module->checkpoint_calls());
         }
       }
-      if (spec.dp > 1) distributed::fully_shard(*program.model, mesh["dp"]);
-      train(spec, program, &mesh.group("dp"), changes.reduced, outcome);
+      if (changes.sharded) {
+        changes.sharded(*program.model, mesh["dp"]);
+      } else if (spec.dp > 1) {
+        distributed::fully_shard(*program.model, mesh["dp"]);
+      }
+      train(spec, program, &mesh.group("dp"), changes, outcome);
     } catch (const Error& error) {
       outcome.refusal = error.what();
     }

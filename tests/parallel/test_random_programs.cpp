@@ -4,14 +4,18 @@
 // ctest labels: threads
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
+#include <tessera/distributed/mesh/placement.h>
+#include <tessera/distributed/tensor_parallel/vocabulary.h>
 
 #include "parallel/random_program.h"
 
@@ -52,23 +56,27 @@ Numbers shrunk(Numbers numbers, const Complaint& complaint) {
   return numbers;
 }
 
-void report(uint64_t seed, const Complaint& complaint) {
+using Describe = std::function<std::string(const Numbers& numbers)>;
+std::string described(const Numbers& numbers) { return program_of(numbers).describe(); }
+
+void report(uint64_t seed, const Complaint& complaint, const Describe& describe) {
   const Numbers smallest = shrunk(random_numbers(seed), complaint);
   std::string list;
   for (const int number : smallest) list += (list.empty() ? "" : ", ") + std::to_string(number);
-  ADD_FAILURE() << "seed " << seed << ", shrunk to {" << list
-                << "}: " << program_of(smallest).describe() << "\n  " << complaint(smallest);
+  ADD_FAILURE() << "seed " << seed << ", shrunk to {" << list << "}: " << describe(smallest)
+                << "\n  " << complaint(smallest);
 }
 
 // `count` programs, the first failures shrunk.
-void for_programs(uint64_t count, const Complaint& complaint) {
+void for_programs(uint64_t count, const Complaint& complaint,
+                  const Describe& describe = described) {
   constexpr int kMostFailures = 3;
   const uint64_t first = number_from("TESSERA_PROGRAM_SEED", 1);
   count = number_from("TESSERA_PROGRAMS", count);
   int failures = 0;
   for (uint64_t seed = first; seed < first + count && failures < kMostFailures; ++seed) {
     if (complaint(random_numbers(seed)).empty()) continue;
-    report(seed, complaint);
+    report(seed, complaint, describe);
     ++failures;
   }
 }
@@ -227,6 +235,194 @@ TEST(RandomPrograms, MutantsAreRefusedOrGiveWhatOneProcessGives) {
   EXPECT_GT(equal, 0);
 }
 
+// ---- Conversions anywhere -----------------------------------------------------------------------
+
+// A calculation with small integers, before each operand of which a conversion to any mark may
+// stand: what the rules accept is what one process calculates, gradients too.
+struct Step {
+  int op = 0;
+  size_t operands[2] = {};
+  std::optional<Mark> marks[2] = {};
+};
+struct Calculation {
+  int ranks = 2;
+  uint64_t seed = 0;
+  std::vector<Step> steps;
+  std::string describe() const;
+};
+constexpr size_t kLeaves = 3;
+constexpr const char* kOps[] = {"add", "sub", "mul", "linear", "matmul",     "relu",
+                                "neg", "sum", "cat", "t",      "transposed", "narrow"};
+
+Calculation calculation_of(const Numbers& numbers) {
+  Reader reader(numbers);
+  Calculation result;
+  result.ranks = reader.next(4) == 3 ? 4 : 2;
+  result.seed = static_cast<uint64_t>(reader.next(1000));
+  const int steps = 1 + reader.next(7);
+  for (int i = 0; i < steps; ++i) {
+    Step step{.op = reader.next(std::size(kOps))};
+    for (size_t k = 0; k < 2; ++k) {
+      // The last one more often than others: what was calculated goes on.
+      const auto known = static_cast<int>(kLeaves) + i;
+      const int at = reader.next(2 * known);
+      step.operands[k] = static_cast<size_t>(k == 0 && at >= known ? known - 1 : at % known);
+      const Mark marks[] = {Mark::replicated(), Mark::summand(),   Mark::shard(0),
+                            Mark::shard(1),     Mark::shard(0, 2), Mark::shard(1, 2),
+                            Mark::replicated(), Mark::invariant()};
+      const int mark = reader.next(12);
+      if (mark < 8) step.marks[k] = marks[mark];
+    }
+    result.steps.push_back(step);
+  }
+  return result;
+}
+
+std::string Calculation::describe() const {
+  std::string text = std::to_string(ranks) + " ranks, seed " + std::to_string(seed);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    text += "; " + std::to_string(kLeaves + i) + " = " + kOps[steps[i].op];
+    for (size_t k = 0; k < 2; ++k) {
+      text += (k == 0 ? " of " : ", ") + std::to_string(steps[i].operands[k]);
+      if (steps[i].marks[k]) text += " as " + distributed::describe(*steps[i].marks[k]);
+    }
+  }
+  return text;
+}
+
+Tensor calculated(int op, const Tensor& a, const Tensor& b) {
+  switch (op) {
+    case 0:
+      return a + b;
+    case 1:
+      return a - b;
+    case 2:
+      return a * b;
+    case 3:
+      return linear(a, b);
+    case 4:
+      return matmul(a, b);
+    case 5:
+      return relu(a);
+    case 6:
+      return neg(a);
+    case 7:
+      return sum(a, {1}, true);
+    case 8:
+      return cat({a, b}, 1);
+    case 9:
+      return a.transpose(0, 1);
+    case 10:
+      return a.transpose(0, 1).contiguous() + b;
+    default:
+      return a.narrow(0, 0, a.size(0) / 2);
+  }
+}
+
+// `possible`: which steps have shapes that fit, which one process finds out.
+Outcome run_calculation(const Calculation& calculation, std::vector<bool>& possible, bool alone) {
+  Outcome outcome;
+  const auto convert_to = [&](const Tensor& x, const Mark& mark) {
+    return alone ? x : distributed::convert(x, "tp", mark);
+  };
+  const int64_t side = 4L * calculation.ranks;
+  TensorList known, leaves;
+  for (size_t i = 0; i < kLeaves; ++i) {
+    const RandomStream stream{calculation.seed, i};
+    leaves.push_back(randint(-2, 3, {side, side}, kI64, stream).to(kF64).set_requires_grad());
+  }
+  known = leaves;
+  try {
+    for (size_t i = 0; i < calculation.steps.size(); ++i) {
+      const Step& step = calculation.steps[i];
+      Tensor operands[2], result = known.back();
+      if (alone) possible.push_back(true);
+      if (possible[i]) {
+        for (size_t k = 0; k < 2; ++k) {
+          operands[k] = known[step.operands[k]];
+          if (step.marks[k]) operands[k] = convert_to(operands[k], *step.marks[k]);
+        }
+        try {
+          result = calculated(step.op, operands[0], operands[1]);
+        } catch (const ShapeError&) {
+          if (!alone) throw;
+          possible[i] = false;
+        }
+      }
+      known.push_back(result);
+      const NoGradGuard no_grad;
+      if (alone && possible[i] && !(abs(result).max().item() < kMostExact)) {
+        outcome.refusal = "too large";
+        return outcome;
+      }
+    }
+    const Tensor whole = convert_to(known.back(), Mark::invariant());
+    const Tensor loss =
+        sum(whole * randint(-2, 3, whole.shape(), kI64, RandomStream{7, 7}).to(kF64));
+    loss.backward();
+    outcome.losses.push_back(loss.item());
+    outcome.values["result"] = whole.to_vector();
+    for (size_t i = 0; i < kLeaves; ++i) {
+      const Tensor& grad = leaves[i].grad();
+      outcome.values["gradient of " + std::to_string(i)] =
+          grad.defined() ? grad.to_vector() : std::vector<double>(static_cast<size_t>(side * side));
+    }
+  } catch (const Error& error) {
+    outcome.refusal = error.what();
+  }
+  return outcome;
+}
+
+TEST(RandomPrograms, ConversionsThatAreAcceptedCalculateWhatOneProcessDoes) {
+  int64_t refused = 0, equal = 0, marked = 0;
+  for_programs(
+      2000,
+      [&](const Numbers& numbers) -> std::string {
+        const Calculation calculation = calculation_of(numbers);
+        std::vector<bool> possible;
+        Outcome expected;
+        {
+          Context context;
+          const ContextGuard guard(context);
+          expected = run_calculation(calculation, possible, true);
+        }
+        if (!expected.refusal.empty() || !expected.is_exact()) return "";
+        Outcome of_ranks;
+        std::vector<std::string> problems(static_cast<size_t>(calculation.ranks));
+        distributed::compared_ranks(calculation.ranks, [&](int rank) {
+          distributed::Mesh mesh(distributed::world(), {{"tp", calculation.ranks}});
+          distributed::use_compute_mesh(mesh);
+          std::vector<bool> steps = possible;
+          const Outcome own = run_calculation(calculation, steps, false);
+          // Every rank has the whole result and the whole gradients, or all refuse.
+          const Tensor refuses = tensor({own.refusal.empty() ? 0.0 : 1.0}, kF64);
+          distributed::all_reduce(refuses);
+          std::string& problem = problems[static_cast<size_t>(rank)];
+          if (own.refusal.empty()) problem = difference({}, own, expected);
+          if (refuses.item() != 0 && refuses.item() != calculation.ranks) {
+            problem = "refused by some ranks alone: " + own.refusal;
+          }
+          if (rank == 0) of_ranks = own;
+        });
+        for (size_t rank = 0; rank < problems.size(); ++rank) {
+          if (!problems[rank].empty())
+            return "rank " + std::to_string(rank) + ": " + problems[rank];
+        }
+        ++(of_ranks.refusal.empty() ? equal : refused);
+        marked += of_ranks.refusal.empty() &&
+                  std::ranges::any_of(calculation.steps, [](const Step& step) {
+                    return step.marks[0] && !step.marks[0]->is_invariant();
+                  });
+        return "";
+      },
+      [](const Numbers& numbers) { return calculation_of(numbers).describe(); });
+  std::printf("%lld calculations were refused, %lld equal, %lld of these with marks\n",
+              static_cast<long long>(refused), static_cast<long long>(equal),
+              static_cast<long long>(marked));
+  EXPECT_GT(refused, 0);
+  EXPECT_GT(10 * marked, refused);
+}
+
 // ---- Seeded bugs --------------------------------------------------------------------------------
 
 // What code might do that does not ask the rules.
@@ -296,6 +492,9 @@ std::vector<Bug> bugs() {
     };
   };
   const auto as_it_is = [](const nn::Boundary&, const Tensor& x) { return x; };
+  const auto averages_shards = [](const ProgramSpec& spec) {
+    return spec.dp == 1 && spec.sequence && spec.averaged;
+  };
   const auto without = [](const std::string& name) {
     return [=](const ProgramSpec&) -> Changes {
       return {.table = [=](Program& program) {
@@ -345,6 +544,27 @@ std::vector<Bug> bugs() {
                                                                      : marked(y, Mark::invariant());
                       }}),
        true},
+      // R to S whose backward is an all-gather.
+      {"a chunk of what all ranks have, whose gradient is gathered instead of added up",
+       at("out", {.leave =
+                      [](const nn::Boundary& own, const Tensor& y) {
+                        if (!distributed::mark_of(own.leave(y), 0).is_shard()) return own.leave(y);
+                        const Tensor whole = distributed::convert(y, "tp", Mark::replicated());
+                        return distributed::convert(marked(whole, Mark::invariant()), "tp",
+                                                    Mark::shard(y.dim() - 2));
+                      }}),
+       true,
+       [](const ProgramSpec& spec) {
+         return spec.dp == 1 && spec.sequence &&
+                (has_part(spec, PartSpec::Kind::kMlp) ||
+                 has_part(spec, PartSpec::Kind::kAttention));
+       }},
+      {"the mean of a rank's tokens, which nothing has gathered", at("pool", {.enter = as_it_is}),
+       false, averages_shards},
+      {"the mean of a rank's tokens stands for that of all",
+       at("pool", {.enter = [](const nn::Boundary&,
+                               const Tensor& x) { return marked(x, Mark::invariant()); }}),
+       true, averages_shards},
       {"the softmax of a rank's classes",
        at("head", {.loss =
                        [](const Tensor& x, const Tensor& weight, const Tensor& target) {
@@ -387,6 +607,30 @@ std::vector<Bug> bugs() {
          }};
        },
        true},
+      {"chunks of a vocabulary that does not divide are padded, and the padding counts",
+       [](const ProgramSpec& spec) -> Changes {
+         const auto loss = [words = spec.vocabulary](const Tensor& x, const Tensor& weight,
+                                                     const Tensor& target) {
+           const distributed::Group& ranks = distributed::compute_mesh().group(0);
+           const int64_t most = distributed::chunk_of(words, ranks.size(), 0).second;
+           const int64_t first = distributed::chunk_of(words, ranks.size(), ranks.rank()).first;
+           Tensor padded;
+           {
+             const CheckedMarks scope;
+             padded =
+                 cat({weight, zeros({most - weight.size(0), weight.size(1)}, {.dtype = kF64})});
+             distributed::set_mark(padded, 0, Mark::shard(0));
+           }
+           return distributed::linear_cross_entropy({"tp", first, words}, x, padded, target, -100,
+                                                    false);
+         };
+         return {.divided = altering(spec, "head", {.loss = loss})};
+       },
+       true,
+       [](const ProgramSpec& spec) {
+         return spec.dp == 1 && !spec.exact && !spec.pooled && spec.divides_head &&
+                spec.vocabulary % spec.tp != 0;
+       }},
       // Reductions
       {"summands of gradients stay apart",
        [](const ProgramSpec&) -> Changes {
@@ -412,6 +656,21 @@ std::vector<Bug> bugs() {
                         return own.leave(y * (1.0 / distributed::compute_mesh().group(0).size()));
                       }}),
        true},
+      {"a norm counts the copies of each rank",
+       [](const ProgramSpec&) -> Changes {
+         return {.norm = [](nn::ModuleBase& model) {
+           const NoGradGuard no_grad;
+           const Tensor squares = zeros({1}, {.dtype = kF64});
+           for (const Tensor& parameter : model.parameters()) {
+             if (!parameter.grad().defined()) continue;
+             squares.add_(square(distributed::to_local(parameter.grad())).sum());
+           }
+           distributed::all_reduce(squares, distributed::ReduceOp::kSum,
+                                   distributed::compute_mesh().group(0));
+           return std::sqrt(squares.item());
+         }};
+       },
+       true, [](const ProgramSpec& spec) { return spec.dp == 1 && spec.clip; }},
       // Random numbers
       {"one mask on all shards",
        [](const ProgramSpec&) -> Changes {
