@@ -27,6 +27,12 @@ enum class Mutant : uint8_t {
   kPaddingCounted,  // padding counts as rows
   kForgetSums,      // a reduction begins anew where it should add
   kSkipReduceWait,  // sums are used before they are there
+  // For models whose layers ranks calculate together:
+  kOneBlock,        // columns that lie side by side in several blocks are cut as one
+  kNoSummands,      // gradients of copies are not said to be summands
+  kCopiesTwice,     // and are added up twice
+  kStridedAsShard,  // a chunk of each of tp's chunks is taken for one of the whole
+  kFlatOfWhole,     // places in a run of parts are counted in elements of the whole tensors
   // For weights that are gathered in fp8:
   kStaleBytes,  // bytes of a weight's old values are taken for those after the step
   kOwnMaxima,   // a weight's largest magnitude is that of this rank's shard

@@ -61,7 +61,8 @@ FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<Sha
       copy_(part_view(run_, param.shape, offsets_[i]), raw::alias(param.shard));
       if (part_.defined()) copy_(part, own_part(i));
     }
-    const FlatShard flat{ranks_.first * part_numel_ + offsets_[i], part_numel_};
+    const int counted = TS_MUTANT(kFlatOfWhole) && param.across ? param.across->mesh->size() : 1;
+    const FlatShard flat{ranks_.first * part_numel_ + counted * offsets_[i], part_numel_};
     become_shard(param, part, rows_ ? Placement(Shard(param.shard_dim)) : flat);
   }
   if (frees) {

@@ -9,6 +9,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/kernels/copy/full.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/distributed/backward/mutant.h>
 #include <tessera/distributed/fully_shard/shard_setup.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/transport/collectives.h>
@@ -51,6 +52,7 @@ void LocalParts::start_sum_of_copies(bool zeros) {
   for (size_t i = 0; i < num_trained(); ++i) {
     const Tensor& whole = trained(i).whole;
     if (zeros || !whole.grad().defined()) whole.set_grad(raw::zeros_like(whole));
+    if (TS_MUTANT(kCopiesTwice)) whole.grad().mul_(2);
     calls.all_reduce(whole.grad());
   }
   replica_sum_ = calls.finish();

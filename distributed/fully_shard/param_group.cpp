@@ -139,7 +139,8 @@ DTensorSpec cut_once_more(const DTensorSpec& across, const Mesh& mesh, const Pla
       own = across.placements[static_cast<size_t>(before - across.mesh->axes().begin())];
       if (dim >= 0 && shard_dim(own) == dim) parts *= axis.size;
     } else if (axis.name == mesh.axes().back().name) {
-      own = parts > 1 ? Placement(StridedShard(dim, parts)) : placement;
+      const bool strided = parts > 1 && !TS_MUTANT(kStridedAsShard);
+      own = strided ? Placement(StridedShard(dim, parts)) : placement;
     }
     spec.placements.insert(spec.placements.begin(), own);
   }

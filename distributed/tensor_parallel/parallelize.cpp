@@ -341,7 +341,8 @@ class Division {
                 kWhere, "'", name, "' is sharded or has a gradient; divide the model first");
     Placement placement = Replicate();
     if (mark.is_shard()) {
-      placement = mark.blocks == 1 ? Placement(Shard(mark.dim)) : BlockShard(mark.dim, mark.blocks);
+      const bool one = mark.blocks == 1 || TS_MUTANT(kOneBlock);
+      placement = one ? Placement(Shard(mark.dim)) : BlockShard(mark.dim, mark.blocks);
     }
     const DTensorSpec spec = DTensorSpec{&mesh_, {placement}, parameter.shape()}.checked(kWhere);
     const NoGradGuard no_grad;
@@ -359,7 +360,9 @@ class Division {
       parameter.bump_version("a cut into parts");
     }
     copy_guard(model, parameter);
-    if (mark.is_replicated()) set_grad_placements(parameter, {Partial()});
+    if (mark.is_replicated() && !TS_MUTANT(kNoSummands)) {
+      set_grad_placements(parameter, {Partial()});
+    }
     note_divided(parameter, name, encoded(mark, position_));
   }
 

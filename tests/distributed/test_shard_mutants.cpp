@@ -11,6 +11,7 @@
 
 #include "distributed/fault_backend.h"
 #include "distributed/sharded_fixture.h"
+#include "parallel/random_program.h"
 
 namespace tessera::distributed::test_shard_mutants {
 namespace {
@@ -305,6 +306,64 @@ TEST(ShardMutants, OfFp8AreSeen) {
     EXPECT_FALSE(fp8_travels_rightly(recipe, Mutant::kStaleBytes));
   }
   EXPECT_FALSE(fp8_travels_rightly(Fp8Scaling::kTensorwise, Mutant::kOwnMaxima));
+}
+
+// ---- Models whose layers ranks calculate together -----------------------------------------------
+
+// How many random programs in which a bug could show are right under it.
+struct Seen {
+  int right = 0, wrong = 0;
+};
+Seen programs_are_right(Mutant kind, const std::function<bool(const tests::ProgramSpec&)>& concerns,
+                        bool by_zero = false) {
+  constexpr int kPrograms = 6;
+  Seen seen;
+  for (uint64_t seed = 1; seen.right + seen.wrong < kPrograms; ++seed) {
+    const tests::ProgramSpec spec = tests::program_of(tests::random_numbers(seed));
+    const bool whole = spec.vocabulary % spec.tp == 0;  // zero cuts parts of one size
+    if (spec.ranks() > 4 || (by_zero && !whole) || !concerns(spec)) continue;
+    const tests::Outcome expected = tests::run_alone(spec);
+    if (spec.exact && !expected.is_exact()) continue;
+    tests::Changes changes{.table = [&](tests::Program&) { mutant = kind; }};
+    if (by_zero) {
+      changes.sharded = [](nn::ModuleBase& model, Mesh& data) { zero(model, data, {.stage = 1}); };
+    }
+    const bool right = tests::difference(spec, tests::run_divided(spec, changes), expected).empty();
+    ++(right ? seen.right : seen.wrong);
+  }
+  return seen;
+}
+
+TEST(ShardMutants, OfTensorParallelismAreSeen) {
+  using tests::PartSpec;
+  using tests::ProgramSpec;
+  const auto sharded = [](const ProgramSpec& spec) { return spec.dp == 2; };
+  const auto has_blocks = [](const ProgramSpec& spec) {
+    return std::ranges::any_of(spec.parts, [](const PartSpec& part) { return part.blocks > 1; });
+  };
+  const auto has_layers = [](const ProgramSpec& spec) {
+    return spec.dp == 2 && std::ranges::any_of(spec.parts, [](const PartSpec& part) {
+             return part.divided &&
+                    (part.kind == PartSpec::Kind::kMlp || part.kind == PartSpec::Kind::kAttention);
+           });
+  };
+  const auto has_copies = [](const ProgramSpec& spec) {
+    return spec.sequence && spec.learned_positions;
+  };
+  const auto alone = [&](const ProgramSpec& spec) { return spec.dp == 1 && has_copies(spec); };
+  for (const bool by_zero : {false, true}) {
+    SCOPED_TRACE(by_zero ? "zero" : "fsdp");
+    const Seen none = programs_are_right(Mutant::kNone, sharded, by_zero);
+    EXPECT_EQ(none.wrong, 0);
+    EXPECT_EQ(programs_are_right(Mutant::kWrongDivide, sharded, by_zero).right, 0);
+  }
+  EXPECT_GT(programs_are_right(Mutant::kWrongOwner, has_layers, true).wrong, 0);
+  EXPECT_GT(programs_are_right(Mutant::kOneBlock, has_blocks).wrong, 0);
+  EXPECT_GT(programs_are_right(Mutant::kNoSummands, alone).wrong, 0);
+  EXPECT_GT(programs_are_right(Mutant::kCopiesTwice, alone).wrong, 0);
+  EXPECT_GT(programs_are_right(Mutant::kStridedAsShard, has_layers).wrong, 0);
+  EXPECT_GT(programs_are_right(Mutant::kPaddingCounted, sharded).wrong, 0);
+  EXPECT_GT(programs_are_right(Mutant::kFlatOfWhole, has_layers, true).wrong, 0);
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which sees them itself, and has the program fail
