@@ -310,9 +310,12 @@ TEST(TestCommand, PassesHere) {
 
 TEST(TestCommand, ChecksAModelWhoseLayersRanksShare) {
   SKIP_WITHOUT_MPI();
-  const FinishedProcess tested = tessera_command({"test", "-n", "2", "--tp-size", "2"});
-  EXPECT_EQ(tested.code(), 0) << tested;
-  EXPECT_TRUE(tested.printed("layers on 2 ranks")) << tested;
+  for (const char* ranks : {"2", "4"}) {
+    const FinishedProcess tested = tessera_command({"test", "-n", ranks, "--tp-size", "2"});
+    EXPECT_EQ(tested.code(), 0) << tested;
+    EXPECT_TRUE(tested.printed("layers on 2 ranks")) << tested;
+    EXPECT_FALSE(tested.printed("FAIL")) << tested;
+  }
   const FinishedProcess wrong = tessera_command({"test", "-n", "3", "--tp-size", "2"});
   EXPECT_EQ(wrong.code(), 2) << wrong;
 }
