@@ -339,6 +339,12 @@ TEST(AcceleratorTensorParallel, WhatDoesNotComposeIsAConfigErrorOnEveryRank) {
     EXPECT_TRUE(mentions(
         refusal({.mixed_precision = Precision::kFP8, .tp_size = 4, .config_file = ""}, *gpt),
         "linear layers that are cut along tp run in bf16"));
+    const std::string pure = refusal({.mixed_precision = Precision::kBF16,
+                                      .precision_policy = PrecisionPolicy::kPure,
+                                      .tp_size = 4,
+                                      .config_file = ""},
+                                     *gpt);
+    EXPECT_TRUE(mentions(pure, "tp_size=4") && mentions(pure, "precision_policy=pure")) << pure;
     Plain plain;
     EXPECT_TRUE(mentions(refusal({.tp_size = 4, .config_file = ""}, plain),
                          "Plain does not say how it may be divided"));

@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <map>
+#include <string>
 #include <vector>
 
+#include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
 #include <tessera/core/parallel.h>
@@ -15,6 +18,7 @@
 #include <tessera/distributed/tensor_parallel/convert.h>
 #include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/tensor_parallel/vocabulary.h>
+#include <tessera/nn/models/generation.h>
 
 #include "distributed/compared_ranks.h"
 #include "message_of.h"
@@ -218,6 +222,21 @@ TEST(TensorParallel, RefusesTablesThatDoNotFit) {
     EXPECT_TRUE(mentions(refusal({{"first", kColumnwise, 1, 3}}),
                          "the 3 heads of 'first' do not divide among 2 ranks"));
     EXPECT_TRUE(mentions(refusal({{"*", kSequence}}), "kSequence serves LayerNorm"));
+    // A table and a head that share their weight.
+    const auto tied = [&](nn::ParallelStyle of_head) {
+      auto model = tiny_model();
+      std::vector<nn::StyledModules> styles = model->parallel_styles();
+      for (nn::StyledModules& entry : styles) {
+        if (entry.pattern == "lm_head") entry.style = of_head;
+      }
+      return message_of<ConfigError>(
+          [&] { parallelize_module(*model, mesh["tp"], {.styles = styles}); });
+    };
+    const std::string unlike = tied(kRowwise);
+    EXPECT_TRUE(mentions(unlike,
+                         "'lm_head.weight' is tied to a parameter that is Shard(0) and "
+                         "would be Shard(1); give both modules styles that cut alike"))
+        << unlike;
   });
 }
 
@@ -274,6 +293,70 @@ TEST(TensorParallel, AWrongCompositionDoesNotRun) {
     const std::string whole = message_of([&] { norm(tokens); });
     EXPECT_TRUE(mentions(whole, "its gradient would be a summand that nobody adds")) << whole;
     EXPECT_TRUE(mentions(whole, "style kSequence")) << whole;
+  });
+}
+
+// The fused ops of a forward, each as often as it was called. The loss of a vocabulary of which each
+// rank has a part is made of other ops.
+class FusedOps : public OpObserver {
+ public:
+  void saw(const Op& op, std::span<const Tensor>, std::span<const Tensor>) override {
+    if (!op.composed.empty() && op.name != "linear_cross_entropy") ++calls[std::string(op.name)];
+  }
+  std::map<std::string, int> calls;
+};
+std::map<std::string, int> fused_ops_of(const Training& training) {
+  FusedOps seen;
+  const ScopedValue<OpObserver*> scope(Context::current().slot<OpObserverSlot>().observer, &seen);
+  training.loss(batch_of(0));
+  return seen.calls;
+}
+
+TEST(TensorParallel, WhatIsFusedInOneProcessStaysSo) {
+  nn::models::GptConfig dropping = kTiny;
+  dropping.dropout = 0.3;
+  for (const std::function<Training()>& make :
+       {std::function<Training()>(gpt), std::function<Training()>([&] { return gpt_of(dropping); }),
+        std::function<Training()>(llama), std::function<Training()>([] { return bert(); })}) {
+    std::map<std::string, int> expected;
+    {
+      Context context;
+      const ContextGuard guard(context);
+      expected = fused_ops_of(make());
+    }
+    EXPECT_FALSE(expected.empty());
+    for (const bool sequence : {false, true}) {
+      compared_ranks(2, [&](int) {
+        Mesh mesh(world(), {{"tp", 2}});
+        const Training training = make();
+        parallelize_module(*training.model, mesh["tp"], {.sequence = sequence});
+        EXPECT_EQ(fused_ops_of(training), expected) << "sequence " << sequence;
+      });
+    }
+  }
+}
+
+// Answers with a cache, and with sequence shards the logits of the last token alone.
+TEST(TensorParallel, WhatIsNotBuiltIsATypedErrorOnEveryRank) {
+  compared_ranks(2, [&](int) {
+    const NoGradGuard no_grad;
+    Mesh mesh(world(), {{"tp", 2}});
+    const Batch batch = batch_of(0);
+    for (const bool sequence : {false, true}) {
+      const auto model = tiny_model();
+      parallelize_module(*model, mesh["tp"], {.sequence = sequence});
+      nn::models::gpt2::KvCache cache(kTiny, 2, kF64);
+      EXPECT_THROW((*model)(batch.inputs, {}, nn::models::Logits::kAll, &cache), Error);
+      const auto last = [&] { (*model)(batch.inputs, {}, nn::models::Logits::kLast); };
+      if (sequence) {
+        EXPECT_THROW(last(), UnsupportedError);
+      } else {
+        EXPECT_NO_THROW(last());
+      }
+      const std::vector<int64_t> prompt = {1, 2, 3};
+      EXPECT_THROW(nn::models::generate(*model, prompt, {.max_tokens = 2, .temperature = 0}),
+                   Error);
+    }
   });
 }
 
