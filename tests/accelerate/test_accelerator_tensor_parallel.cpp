@@ -245,6 +245,26 @@ TEST(AcceleratorTensorParallel, RanksThatReadDifferentBatchesAreToldSo) {
   }
 }
 
+// A group's weight is its own; its ranks have one.
+TEST(AcceleratorTensorParallel, GroupsWeighTheirOwnBatches) {
+  compared_ranks(
+      4,
+      [](int rank) {
+        const auto model = make_model();
+        Accelerator accelerator({.sharding = Sharding::kFsdp, .tp_size = 2, .config_file = ""});
+        accelerator.prepare(*model);
+        const Tensor tokens = randint(0, 37, {kBatch, kTokens}, kI64, RandomStream{11, 1});
+        const auto backward = [&](double weight) {
+          const auto micro = accelerator.accumulate(*model);
+          accelerator.backward((*model)(tokens, tokens).loss, {.weight = weight});
+        };
+        EXPECT_NO_THROW(backward(1 + rank / 2));
+        const std::string message = message_of<ValueError>([&] { backward(1 + rank / 3); });
+        EXPECT_TRUE(mentions(message, "(ranks 2 and 3 of")) << message;
+      },
+      {.timeout_seconds = 20});
+}
+
 // What ranks that know of each other alone make known, and what they train on with.
 StateDict train_past_a_failure(const AcceleratorOptions& options, int rank, int failing_block) {
   const auto model = make_model(3, 0);

@@ -69,7 +69,7 @@ TEST_F(MpiRanks, ATensorParallelModelUnderFullyShardTrainsAsInOneProcess) {
   const auto train = [](const Training& training, int own, int all, double share) {
     const auto optimizer = adamw(training.model->named_parameters());
     std::vector<double> norms;
-    for (int step = 0; step < 3; ++step) {
+    for (int step = 0; step < 10; ++step) {
       for (int i = own; i < own + all; ++i) {
         (training.loss(batch_of(step * 4 + i)) * Scalar(share)).backward();
       }
