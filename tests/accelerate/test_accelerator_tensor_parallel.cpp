@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <tessera/accelerate/accelerator.h>
+#include <tessera/accelerate/batch_size.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
@@ -330,6 +331,47 @@ TEST(AcceleratorTensorParallel, ABackwardThatFailsOnOneRankIsToldToAllAndTheyGoO
             for (const auto& [name, tensor] : expected) {
               EXPECT_EQ(state.find(name)->to_vector(), tensor.to_vector()) << name;
             }
+          },
+          {.timeout_seconds = 20});
+    }
+  }
+}
+
+// Where one rank has no room the others may be in conversions.
+TEST(AcceleratorTensorParallel, WantOfMemoryOnOneRankLetsAllTryASmallerBatch) {
+  for (const int data_ranks : {1, 2}) {
+    for (const bool in_backward : {false, true}) {
+      SCOPED_TRACE(testing::Message() << data_ranks << " data ranks, in backward " << in_backward);
+      distributed::failing_ranks(
+          "one of them runs out of memory", 2 * data_ranks,
+          [&](int rank) {
+            AcceleratorOptions options{.tp_size = 2, .config_file = ""};
+            if (data_ranks > 1) options.sharding = Sharding::kFsdp;
+            Accelerator accelerator(options);
+            const int64_t found = find_executable_batch_size(accelerator, 16, [&](int64_t size) {
+              accelerator.free_memory();
+              const auto model = make_model(3, 0);
+              optim::SGD optimizer(model->named_parameters(), {.lr = 0.2});
+              accelerator.prepare(*model, optimizer);
+              const auto run_out = [&] {
+                if (rank == 1 && size > 12) throw OutOfMemory("allocate: no room");
+              };
+              const HookHandle watch = model->transformer.h[1].register_forward_hook(
+                  [&](nn::ModuleBase&, nn::TensorRefs, nn::TensorRefs outputs) {
+                    if (!in_backward) return run_out();
+                    register_hook(*outputs[0], [&](const Tensor&) {
+                      run_out();
+                      return Tensor();
+                    });
+                  });
+              for (int step = 0; step < 2; ++step) {
+                const Tensor tokens = randint(0, 37, {size, kTokens}, kI64, RandomStream{11, 1});
+                accelerator.backward((*model)(tokens, tokens).loss);
+                optimizer.step(), optimizer.zero_grad();
+              }
+              return size;
+            });
+            EXPECT_EQ(found, 12);
           },
           {.timeout_seconds = 20});
     }

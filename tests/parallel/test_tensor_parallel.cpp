@@ -146,6 +146,31 @@ TEST(TensorParallel, ABlockGathersTwiceAndScattersTwiceInEachDirection) {
   });
 }
 
+// Query, key and value, and gate and up, read what one gather has brought. BERT's pooler gathers the
+// tokens, and the gradient of that is a rank's own chunk.
+TEST(TensorParallel, SoDoBlocksOfLlamaAndBert) {
+  compared_ranks(2, [&](int) {
+    Mesh mesh(world(), {{"tp", 2}});
+    constexpr int64_t kBlocks = 2;
+    for (const bool is_bert : {false, true}) {
+      const Training training = is_bert ? bert() : llama();
+      parallelize_module(*training.model, mesh["tp"], {.sequence = true});
+      const auto calls = [&](const CommTrace::Scope& scope) {
+        const auto records = scope.records();
+        return std::pair(count(records, Operation::kAllGather),
+                         count(records, Operation::kReduceScatter));
+      };
+      const CommTrace::Scope forward(*rank_context().trace);
+      const Tensor loss = training.loss(batch_of(0));
+      EXPECT_EQ(calls(forward), std::pair(2 * kBlocks + 1, 2 * kBlocks + 1)) << is_bert;
+      const CommTrace::Scope backward(*rank_context().trace);
+      loss.backward();
+      EXPECT_EQ(calls(backward), std::pair(2 * kBlocks + 1, 2 * kBlocks + (is_bert ? 0 : 1)))
+          << is_bert;
+    }
+  });
+}
+
 TEST(TensorParallel, ParametersAreDTensorsAndInCallsThisRanksParts) {
   compared_ranks(2, [&](int rank) {
     Mesh mesh(world(), {{"tp", 2}});
