@@ -19,6 +19,7 @@
 #include <tessera/distributed/mesh/dtensor_inputs.h>
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
 #include <tessera/distributed/tensor_parallel/convert.h>
+#include <tessera/distributed/tensor_parallel/gathered_again.h>
 #include <tessera/distributed/tensor_parallel/vocabulary.h>
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/embedding.h>
@@ -60,7 +61,11 @@ class StyleBoundary : public nn::Boundary {
   StyleBoundary(std::string axis, bool sequence) : axis_(std::move(axis)), sequence_(sequence) {}
 
  protected:
-  Tensor replicated(const Tensor& x) const { return convert(x, axis_, Mark::replicated()); }
+  Tensor replicated(const Tensor& x) const {
+    Tensor whole = convert(x, axis_, Mark::replicated());
+    if (sequence_ && !whole.is(x)) note_gathered(whole, x, axis_);
+    return whole;
+  }
   // Between divided layers activations lie by tokens, or are whole.
   Tensor outside(const Tensor& y) const {
     return convert(y, axis_, sequence_ ? Mark::shard(y.dim() - 2) : Mark::invariant());
@@ -389,6 +394,9 @@ void parallelize_module(nn::ModuleBase& model, Mesh& mesh, const ParallelizeOpti
   for (const Styled& styled : modules) division.divide(styled);
   division.keep_rest(model);
   keep_local_parts(model, mesh);
+  if (options.sequence) {
+    model.register_call_scope([](nn::ModuleBase&) { return keep_parts_of_gathered(); });
+  }
 }
 
 // ---- Told ---------------------------------------------------------------------------------------

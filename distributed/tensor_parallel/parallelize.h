@@ -23,7 +23,8 @@
 // | kWhole      | whole                    | as it is            | as it is                    |
 //
 // With `sequence` what leaves as invariant above leaves as a shard of the tokens, the last dimension
-// but one, and kSequence modules take it so; kWhole ones gather it. Parameters of kHeads, and with
+// but one, and kSequence modules take it so; kWhole ones gather it. What enters kColumnwise and
+// kLossHead is kept as a rank's tokens and gathered again in backward. Parameters of kHeads, and with
 // `sequence` of kSequence, are copies whose gradients are summands, which are added up when the
 // backward ends.
 //

@@ -120,6 +120,7 @@ TEST(TensorParallel, WholeLogitsAndRecomputedBlocksGiveTheSame) {
   }
 }
 
+// And in backward it gathers once more what the column products have read.
 TEST(TensorParallel, ABlockGathersTwiceAndScattersTwiceInEachDirection) {
   compared_ranks(2, [&](int) {
     Mesh mesh(world(), {{"tp", 2}});
@@ -138,16 +139,17 @@ TEST(TensorParallel, ABlockGathersTwiceAndScattersTwiceInEachDirection) {
         loss = (*model)(tokens, tokens).loss;
       }
       const auto records = scope.records();
-      EXPECT_EQ(count(records, Operation::kAllGather), expected) << backward;
+      const int64_t again = backward ? expected : 0;
+      EXPECT_EQ(count(records, Operation::kAllGather), expected + again) << backward;
       EXPECT_EQ(count(records, Operation::kReduceScatter), expected) << backward;
       EXPECT_EQ(count(records, Operation::kAllReduce), backward ? 1 : 3);
-      EXPECT_EQ(std::ssize(records), 2 * expected + (backward ? 1 : 3));
+      EXPECT_EQ(std::ssize(records), 2 * expected + again + (backward ? 1 : 3));
     }
   });
 }
 
-// Query, key and value, and gate and up, read what one gather has brought. BERT's pooler gathers the
-// tokens, and the gradient of that is a rank's own chunk.
+// Query, key and value, and gate and up, read what one gather has brought, in backward too. BERT's
+// pooler gathers the tokens as well, and the gradient of that is a rank's own chunk.
 TEST(TensorParallel, SoDoBlocksOfLlamaAndBert) {
   compared_ranks(2, [&](int) {
     Mesh mesh(world(), {{"tp", 2}});
@@ -165,7 +167,9 @@ TEST(TensorParallel, SoDoBlocksOfLlamaAndBert) {
       EXPECT_EQ(calls(forward), std::pair(2 * kBlocks + 1, 2 * kBlocks + 1)) << is_bert;
       const CommTrace::Scope backward(*rank_context().trace);
       loss.backward();
-      EXPECT_EQ(calls(backward), std::pair(2 * kBlocks + 1, 2 * kBlocks + (is_bert ? 0 : 1)))
+      const int64_t heads = is_bert ? 0 : 1;
+      EXPECT_EQ(calls(backward),
+                std::pair(2 * kBlocks + 1 + 2 * kBlocks + heads, 2 * kBlocks + heads))
           << is_bert;
     }
   });
@@ -262,6 +266,73 @@ TEST(TensorParallel, RefusesTablesThatDoNotFit) {
                          "'lm_head.weight' is tied to a parameter that is Shard(0) and "
                          "would be Shard(1); give both modules styles that cut alike"))
         << unlike;
+  });
+}
+
+// Of what a column product has read a rank keeps its tokens: backwards gather them as often as they
+// come, second derivatives too, and refuse tokens that were written since.
+TEST(TensorParallel, TokensAreGatheredAgainForEachBackwardThatReadsThem) {
+  using enum nn::ParallelStyle;
+  constexpr int kRanks = 2;
+  const Tensor tokens = randn({2, 4, 4}, {.dtype = kF64}, RandomStream{3, 0});
+  struct Outcome {
+    std::vector<double> once, twice, second;
+  };
+  const auto run = [](Pair& pair, const Tensor& x, bool divided) {
+    const auto loss_of = [&] {
+      const Tensor squares = sum(square(pair(x)));
+      return divided ? convert(squares, "tp", Mark::invariant()) : squares;
+    };
+    Outcome outcome;
+    const Tensor loss = loss_of();
+    backward(loss, {}, {.retain_graph = true});
+    outcome.once = x.grad().to_vector();
+    loss.backward();
+    outcome.twice = x.grad().to_vector();
+    x.set_grad({});
+    const Tensor gradient = grad(loss_of(), x, {}, {.create_graph = true})[0];
+    sum(square(gradient)).backward();
+    outcome.second = x.grad().to_vector();
+    return outcome;
+  };
+  const auto make = [] {
+    manual_seed(2);
+    auto pair = std::make_unique<Pair>();
+    pair->to(kF64);
+    return pair;
+  };
+  Outcome expected;
+  {
+    Context context;
+    const ContextGuard guard(context);
+    const Tensor x = tokens.clone().set_requires_grad();
+    expected = run(*make(), x, false);
+  }
+  compared_ranks(kRanks, [&](int rank) {
+    Mesh mesh(world(), {{"tp", kRanks}});
+    const auto pair = make();
+    parallelize_module(
+        *pair, mesh["tp"],
+        {.styles = {{"first", kColumnwise}, {"second", kRowwise}}, .sequence = true});
+    const Tensor x = convert(tokens, "tp", Mark::shard(1)).set_requires_grad();
+    const Outcome own = run(*pair, x, true);
+    const auto expect_chunk = [&](const std::vector<double>& got,
+                                  const std::vector<double>& whole) {
+      const Tensor all = tensor(std::span<const double>(whole), tokens.shape(), kF64);
+      const std::vector<double> chunk = chunk_at(all, Mark::shard(1), kRanks, rank).to_vector();
+      ASSERT_EQ(got.size(), chunk.size());
+      for (size_t i = 0; i < chunk.size(); ++i) EXPECT_NEAR(got[i], chunk[i], 1e-12);
+    };
+    expect_chunk(own.once, expected.once);
+    expect_chunk(own.twice, expected.twice);
+    expect_chunk(own.second, expected.second);
+
+    const Tensor y = sum(square((*pair)(x)));
+    {
+      const NoGradGuard no_grad;
+      x.add_(1);
+    }
+    EXPECT_TRUE(mentions(message_of<AutogradError>([&] { y.backward(); }), "written in place"));
   });
 }
 
