@@ -16,7 +16,7 @@ namespace {
 
 const Op kGatheredAgain{.name = "gathered_again"};
 
-struct Gather {
+struct RepeatedGather {
   std::weak_ptr<Storage> whole;
   int64_t offset = 0, numel = 0;
   std::string axis;
@@ -30,7 +30,7 @@ struct Gather {
 
 struct GathersSlot {
   std::vector<const SavedTensorHookPair*> scopes;  // of the calls under way, by their hooks
-  std::vector<std::shared_ptr<Gather>> gathers;
+  std::vector<std::shared_ptr<RepeatedGather>> gathers;
 };
 GathersSlot& current_gathers() { return Context::current().slot<GathersSlot>(); }
 
@@ -50,14 +50,14 @@ class WithoutOwnHooks {
   std::shared_ptr<SavedTensorHookPair> own_;
 };
 
-struct Kept {
+struct SavedForm {
   std::shared_ptr<const SavedTensor> tensor;  // as it is, or
-  std::shared_ptr<Gather> gather;             // to be gathered, as this shape with these marks
+  std::shared_ptr<RepeatedGather> gather;     // to be gathered, as this shape with these marks
   Shape shape = {};
   uint64_t marks = 0;
 };
 
-Kept kept(const Tensor& x) {
+SavedForm saved_form_of(const Tensor& x) {
   for (const auto& gather : current_gathers().gathers) {
     const bool same = gather->whole.lock() == x.storage() && gather->offset == x.offset() &&
                       gather->numel == x.numel() && x.is_contiguous();
@@ -69,9 +69,9 @@ Kept kept(const Tensor& x) {
   return {std::make_shared<SavedTensor>(x), nullptr};
 }
 
-Tensor read(const Kept& kept) {
+Tensor tensor_of(const SavedForm& kept) {
   if (kept.tensor) return kept.tensor->unpack({}, kGatheredAgain, "a tensor that was saved", 0);
-  Gather& gather = *kept.gather;
+  RepeatedGather& gather = *kept.gather;
   const NoGradGuard no_grad;
   if (!gather.again.defined()) {
     const Tensor part = raw::alias(gather.part.unpack({}, kGatheredAgain, "the part", 0));
@@ -86,20 +86,21 @@ Tensor read(const Kept& kept) {
 }
 
 // The hooks of a call, and the list of its gathers.
-class Scope {
+class GatherScope {
  public:
-  Scope()
-      : hooks_([](const Tensor& x) { return std::any(kept(x)); },
-               [](const std::any& kept) { return read(std::any_cast<const Kept&>(kept)); }) {
+  GatherScope()
+      : hooks_(
+            [](const Tensor& x) { return std::any(saved_form_of(x)); },
+            [](const std::any& kept) { return tensor_of(std::any_cast<const SavedForm&>(kept)); }) {
     current_gathers().scopes.push_back(hook_stack().back().get());
   }
-  ~Scope() {
+  ~GatherScope() {
     GathersSlot& slot = current_gathers();
     slot.scopes.pop_back();
     if (slot.scopes.empty()) slot.gathers.clear();
   }
-  Scope(const Scope&) = delete;
-  Scope& operator=(const Scope&) = delete;
+  GatherScope(const GatherScope&) = delete;
+  GatherScope& operator=(const GatherScope&) = delete;
 
  private:
   SavedTensorHooks hooks_;
@@ -107,7 +108,7 @@ class Scope {
 
 }  // namespace
 
-std::shared_ptr<void> keep_parts_of_gathered() { return std::make_shared<Scope>(); }
+std::shared_ptr<void> keep_parts_of_gathered() { return std::make_shared<GatherScope>(); }
 
 void note_gathered(const Tensor& whole, const Tensor& part, const std::string& axis) {
   GathersSlot& slot = current_gathers();
@@ -115,7 +116,7 @@ void note_gathered(const Tensor& whole, const Tensor& part, const std::string& a
   const bool ours = !slot.scopes.empty() && hook_stack().back().get() == slot.scopes.back();
   if (!ours || !grad_enabled() || current_backward() != 0) return;
   std::erase_if(slot.gathers, [](const auto& gather) { return gather->whole.expired(); });
-  auto gather = std::make_shared<Gather>();
+  auto gather = std::make_shared<RepeatedGather>();
   gather->whole = whole.storage();
   gather->offset = whole.offset();
   gather->numel = whole.numel();

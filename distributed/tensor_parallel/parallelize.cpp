@@ -420,8 +420,8 @@ struct PartOfWhole {
   Shape shape;
   std::string marks;
 };
-PartOfWhole part_of(const Tensor& parameter, const DividedParameter& divided,
-                    const ComputeMesh& mesh) {
+PartOfWhole part_along_axes(const Tensor& parameter, const DividedParameter& divided,
+                            const ComputeMesh& mesh) {
   PartOfWhole part{whole_shape(parameter), {}};
   for (size_t axis = 0; axis < mesh.axes(); ++axis) {
     const Mark mark = decoded(divided.marks, axis);
@@ -449,7 +449,7 @@ std::string describe_layers(const nn::ModuleBase& model) {
     const DividedParameter* const divided = divided_parameter(parameter);
     if (divided == nullptr) continue;
     const Shape whole = whole_shape(parameter);
-    const PartOfWhole part = part_of(parameter, *divided, compute_mesh());
+    const PartOfWhole part = part_along_axes(parameter, *divided, compute_mesh());
     own += numel_of(part.shape);
     all += numel_of(whole);
     using tessera::detail::concatenate;
