@@ -4,7 +4,6 @@
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/autograd/mark_rules.h>
 #include <tessera/autograd/saved_tensor.h>
 #include <tessera/core/context.h>
 #include <tessera/core/tensor/raw_views.h>

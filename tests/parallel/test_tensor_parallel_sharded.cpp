@@ -437,12 +437,13 @@ TEST(TensorParallelSharded, ARankKeepsWhatItOwnsToTheByte) {
 // input.
 TEST(TensorParallelSharded, ASequenceParallelBlockKeepsAPartOfItsActivations) {
   constexpr int64_t B = 2, T = 32, C = 64, kSize = sizeof(double);
-  const auto of_block = [&](Mesh* tp, bool recompute) {
+  const auto of_block = [&](Mesh* tp, bool recompute, bool in_bf16 = false) {
+    const AutocastGuard autocast(kBF16, in_bf16);
     const auto kept = [&](int64_t layers) {
       manual_seed(1);
       nn::models::Gpt model(
           {.vocab_size = 64, .context = T, .width = C, .layers = layers, .heads = 8});
-      model.to(kF64);
+      model.to(in_bf16 ? kF32 : kF64);
       if (tp != nullptr) parallelize_module(model, *tp, {.sequence = true});
       std::vector<HookHandle> checkpoints;
       for (const auto& [name, module] : model.named_modules()) {
@@ -458,9 +459,11 @@ TEST(TensorParallelSharded, ASequenceParallelBlockKeepsAPartOfItsActivations) {
     kept(1);  // what is made once
     return kept(3) - kept(2);
   };
-  int64_t whole = 0, input = 0;
-  compared_ranks(1,
-                 [&](int) { whole = of_block(nullptr, false), input = of_block(nullptr, true); });
+  int64_t whole = 0, input = 0, in_bf16 = 0;
+  compared_ranks(1, [&](int) {
+    whole = of_block(nullptr, false), input = of_block(nullptr, true);
+    in_bf16 = of_block(nullptr, false, true);
+  });
   EXPECT_GE(input, B * T * C * kSize);
   for (const int ranks : {2, 4}) {
     compared_ranks(ranks, [&](int rank) {
@@ -470,6 +473,11 @@ TEST(TensorParallelSharded, ASequenceParallelBlockKeepsAPartOfItsActivations) {
       const int64_t own = of_block(&mesh["tp"], false), again = of_block(&mesh["tp"], true);
       EXPECT_EQ(own, whole / ranks + zeros) << ranks << " ranks";
       EXPECT_EQ(again, input / ranks) << ranks << " ranks";
+      // Of the 16-bit copies that column products read it keeps those of all tokens, and one of
+      // what rows add.
+      constexpr int64_t kCopies = 2 * B * T * C * 2;
+      const int64_t narrow = of_block(&mesh["tp"], false, true);
+      EXPECT_EQ(narrow, (in_bf16 - kCopies) / ranks + kCopies + C * 2) << ranks << " ranks";
     });
   }
 }
