@@ -456,7 +456,8 @@ void StagedModel::Impl::begin() {
       if (!use.whole.defined() || use.whole.is(one.parameter)) continue;
       use.whole.set_requires_grad(trained);
       Tensor gradient;
-      if (i == 0 && trained && one.shards == nullptr && one.parameter.grad().defined()) {
+      // Also of what was frozen since.
+      if (i == 0 && one.shards == nullptr && one.parameter.grad().defined()) {
         gradient = raw::view(raw::alias(one.parameter.grad()), use.whole.shape());
       }
       use.whole.set_grad(gradient);

@@ -182,6 +182,28 @@ TEST(PipelineTraining, FrozenStagesSendNoGradients) {
   expect_as_alone(untied, {.pp = 2, .change = whole_first});
 }
 
+// The first stage, then the last one, then all. What is frozen keeps the gradient that nobody cleared.
+void freeze_in_turn(nn::ModuleBase& model, int step) {
+  for (const auto& [name, tensor] : model.named_parameters()) {
+    const bool of_last = name.starts_with("transformer.h.2") ||
+                         name.starts_with("transformer.h.3") ||
+                         name.starts_with("transformer.ln_f") || name.starts_with("lm_head");
+    tensor.set_requires_grad(step == 2 || of_last == (step == 0));
+  }
+}
+
+TEST(PipelineTraining, WhatRequiresGradMayChangeBetweenSteps) {
+  for (const bool zeroes : {true, false}) {
+    for (const int64_t micro_batches : {1, 3}) {
+      SCOPED_TRACE(zeroes);
+      expect_as_alone(untied, {.pp = 2,
+                               .micro_batches = micro_batches,
+                               .zeroes = zeroes,
+                               .before_step = freeze_in_turn});
+    }
+  }
+}
+
 // A block that draws numbers only while it is trained: other stages draw as many before theirs.
 struct AskingBlock : nn::Module<AskingBlock> {
   explicit AskingBlock(int64_t width)
@@ -543,6 +565,22 @@ TEST(PipelineTraining, DescriptionsNameStagesAndTheBubble) {
     EXPECT_TRUE(mentions(text, "each rank keeps at most: 1 1")) << text;
     EXPECT_TRUE(mentions(text, "stage 1 on rank 1, from 'transformer.h.2'")) << text;
     EXPECT_TRUE(mentions(accelerator.describe(), "stage 1 on rank 1, from 'transformer.h.2'"));
+  });
+}
+
+struct Norms : nn::Module<Norms> {
+  Norms() : first(add<nn::LayerNorm>("first", 8)), second(add<nn::LayerNorm>("second", 8)) {}
+  Tensor forward(const Tensor& x) { return second(first(x)); }
+  nn::LayerNorm& first;
+  nn::LayerNorm& second;
+};
+
+TEST(PipelineTraining, AModelWithoutProductsHasNoneToShare) {
+  compared_ranks(2, [&](int) {
+    Accelerator accelerator(settings_of({.pp = 2}));
+    Norms model;
+    const std::string text = accelerator.pipeline(model, {.cuts = {"second"}}).describe();
+    EXPECT_TRUE(mentions(text, "'second': 0.0 MB of parameters, 0% of the arithmetic")) << text;
   });
 }
 
