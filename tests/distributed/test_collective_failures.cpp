@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstdio>
 #include <functional>
 #include <future>
 #include <latch>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -147,6 +149,45 @@ TEST(Failures, OfAWorkThatNobodyWaitsForAreSaidAndRaisedByTheNextCall) {
   });
   const std::string said = testing::internal::GetCapturedStderr();
   EXPECT_NE(said.find("nobody waited for a collective: all_reduce #1"), std::string::npos) << said;
+}
+
+// Works whose last copy goes late: the next call raises what nobody saw, once, and with it lets go of
+// what was under way.
+TEST(Failures, OfWorksThatAreKeptAreRaisedOnceWhenTheyGo) {
+  testing::internal::CaptureStderr();
+  std::barrier meeting(2);
+  failing_ranks("the ranks call different things", 2, [&](int rank) {
+    const Tensor x = zeros({4});
+    const auto differ = [&] { return rank == 0 ? world().all_reduce(x) : world().broadcast(x, 0); };
+    const auto raises = [](const std::function<void()>& call) {
+      const std::string message = message_of<DistributedError>(call);
+      EXPECT_NE(message.find("nobody waited for an earlier call"), std::string::npos) << message;
+    };
+    const auto reduce = [&] { all_reduce(x); };
+
+    std::optional<Work> kept = differ();
+    reduce(), reduce();  // what goes well meanwhile makes nothing of it seen
+    kept.reset();
+    raises(reduce);
+    reduce();
+
+    kept = differ();
+    differ();
+    meeting.arrive_and_wait();
+    raises(reduce);
+    kept.reset();
+    reduce();
+
+    // A message raises it too, and of what fails after that the next call tells again.
+    differ();
+    meeting.arrive_and_wait();
+    raises([&] { world().send(x, 1 - rank).wait(); });
+    differ();
+    meeting.arrive_and_wait();
+    raises(reduce);
+    reduce();
+  });
+  testing::internal::GetCapturedStderr();
 }
 
 TEST(Failures, NothingFollowsAShutdown) {
