@@ -270,6 +270,21 @@ TEST(Mistakes, ACE2_DifferentCallsRaiseOnEveryRankAndNameBothCallSites) {
   }
 }
 
+// In the order of the first rank of each, wherever the others stand.
+TEST(Mistakes, RanksThatCalledTheSameAreNamedTogether) {
+  const auto described = [](const std::string& letters) {
+    std::vector<CallText> texts(letters.size());
+    for (size_t i = 0; i < letters.size(); ++i) texts[i] = {letters[i]};
+    return describe_mismatch(texts);
+  };
+  const std::string begin = "ranks call different things here: ";
+  const std::string end = "; every rank must call the same collectives in the same order";
+  EXPECT_EQ(described("ab"), begin + "rank 0: a; rank 1: b" + end);
+  EXPECT_EQ(described("aab"), begin + "rank 0,1: a; rank 2: b" + end);
+  EXPECT_EQ(described("aba"), begin + "rank 0,2: a; rank 1: b" + end);
+  EXPECT_EQ(described("abbcab"), begin + "rank 0,4: a; rank 1,2,5: b; rank 3: c" + end);
+}
+
 // Rank 1 has called something else, has heard of it and calls nothing more. Rank 0 waits on another
 // channel, and its own call that failed is under way: it hears of that one.
 TEST(Mistakes, AWaitOnAnotherChannelHearsOfTheCallThatFailed) {
