@@ -20,6 +20,7 @@
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/distributed/checkpoint/checksum.h>
 #include <tessera/distributed/checkpoint/commit.h>
+#include <tessera/distributed/checkpoint/manifest.h>
 #include <tessera/distributed/checkpoint/reader.h>
 
 #include "distributed/compared_ranks.h"
@@ -487,6 +488,92 @@ TEST_F(Checkpoints, ManifestsWhoseNumbersAreOffByOneAreRefused) {
   }
   folder_.write("a/manifest.json", sealed(body));
   EXPECT_EQ(values(CheckpointReader(path("a")).read("y")), values(numbers({4, 2}, 8)));
+}
+
+// Files of chunks have no checksum of their own, as their chunks have: what only looks like one must
+// have it, and holds no chunk.
+TEST(Manifests, FilesOfChunksAreKnownByTheirNames) {
+  const auto parsed = [](const std::string& name, bool checksum, bool chunk) {
+    Manifest manifest;
+    manifest.ranks = 1;
+    manifest.files[name] = {.bytes = 4};
+    if (checksum) manifest.files[name].checksum = 7;
+    if (chunk) {
+      SavedTensor& tensor = manifest.tensors["x"];
+      tensor.dtype = kF32;
+      tensor.shape = {1};
+      tensor.chunks.push_back({.box = {{0}, {1}}, .file = name, .offset = 0, .length = 4});
+    }
+    parse_manifest(manifest_text(manifest), "a", true);
+  };
+  for (const std::string name : {"rank-0-0.bin", "rank-12-345.bin", "rank-999999999-999999999.bin",
+                                 "rank-000000000-000000000.bin"}) {
+    SCOPED_TRACE(name);
+    EXPECT_NO_THROW(parsed(name, false, true));
+  }
+  for (const std::string name : {"rank--0.bin",
+                                 "rank-0-.bin",
+                                 "rank--.bin",
+                                 "rank-.bin",
+                                 "rank-0.bin",
+                                 "rank-0-0-0.bin",
+                                 "rank-0--0.bin",
+                                 "rank-a-0.bin",
+                                 "rank-0-a.bin",
+                                 "rank-1a-0.bin",
+                                 "rank-a1-0.bin",
+                                 "rank-0-1a.bin",
+                                 "rank-0-a1.bin",
+                                 "rank-:-0.bin",
+                                 "rank-0-:.bin",
+                                 "rank-/-0.bin",
+                                 "rank-0-/.bin",
+                                 "rank-0-0.bim",
+                                 "rank-0-0",
+                                 "rack-0-0.bin",
+                                 "-0-0.bin",
+                                 "0-0.bin",
+                                 "rank-0-0.bin.bin",
+                                 "folder/rank-0-0.bin",
+                                 "rank-1234567890-0.bin",
+                                 "rank-0-1234567890.bin",
+                                 "rank-+1-0.bin",
+                                 "rank- 1-0.bin"}) {
+    SCOPED_TRACE(name);
+    expect_in("'checksum' is missing",
+              message_of<FormatError>([&] { parsed(name, false, false); }));
+    EXPECT_NO_THROW(parsed(name, true, false));
+    expect_in("one of the listed files",
+              message_of<FormatError>([&] { parsed(name, true, true); }));
+  }
+}
+
+TEST(Manifests, NamesOfFilesStayInTheFolder) {
+  const auto refused = [](const std::string& name) {
+    Manifest manifest;
+    manifest.ranks = 1;
+    manifest.files[name] = {.bytes = 4, .checksum = 7};
+    const std::string text = manifest_text(manifest);
+    try {
+      parse_manifest(text, "a", true);
+    } catch (const FormatError& error) {
+      expect_in("a path inside the folder", error.what());
+      return true;
+    }
+    return false;
+  };
+  for (const std::string name : {"a", "a/b", "...", "..a", "a..", ".a", "a./b", "a/.b/c"}) {
+    EXPECT_FALSE(refused(name)) << name;
+  }
+  EXPECT_FALSE(refused(std::string(4096, 'a')));
+  EXPECT_TRUE(refused(std::string(4097, 'a')));
+  for (const std::string& name :
+       {std::string(), std::string("/"), std::string("/a"), std::string("a/"), std::string("a//b"),
+        std::string("."), std::string(".."), std::string("a/."), std::string("a/.."),
+        std::string("./a"), std::string("../a"), std::string("a/../b"), std::string("a\0b", 3),
+        std::string("a/b\0", 4), std::string("manifest.json")}) {
+    EXPECT_TRUE(refused(name)) << name;
+  }
 }
 
 // With the right checksum: who reads another value as bool does what is undefined.
