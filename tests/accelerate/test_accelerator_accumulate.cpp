@@ -543,5 +543,71 @@ TEST(Weights, AreNotThoseOfModelsThatWereNotPrepared) {
   }
 }
 
+// Rows [4 k, 4 k + rows) for the k-th batch of all, a weight each, which is its rows.
+TEST(Weights, OfAWindowOfSeveralModelsCountForTheLossOfEach) {
+  const Line line(64);
+  const int64_t rows[] = {4, 1, 2, 3};
+  std::vector<std::pair<int64_t, int64_t>> parts;
+  for (int64_t k = 0; k < 4; ++k) parts.emplace_back(4 * k, 4 * k + rows[k]);
+  const Values expected = gradient_over(line, parts);
+  for (const int size : {1, 2}) {
+    for (const bool apart : {false, true}) {
+      on_ranks(size, [&](int rank) {
+        SCOPED_TRACE(testing::Message() << size << " ranks, apart " << apart);
+        Accelerator accelerator({.gradient_accumulation_steps = 4 / size, .config_file = ""});
+        Regression first, second;
+        accelerator.prepare(first, second);
+        for (int64_t micro = 0; micro < 4 / size; ++micro) {
+          const auto at = static_cast<size_t>(micro * size + rank);
+          const auto batch = line.rows(parts[at].first, parts[at].second);
+          const auto weight = static_cast<double>(rows[at]);
+          const auto scope = accelerator.accumulate(first, second);
+          if (apart) {
+            accelerator.backward(loss_of(first, batch), {.weight = weight, .more = true});
+            accelerator.backward(loss_of(second, batch), {.weight = weight});
+          } else {
+            accelerator.backward(loss_of(first, batch) + loss_of(second, batch),
+                                 {.weight = weight});
+          }
+        }
+        EXPECT_TRUE(near(gradients_of(first), expected));
+        EXPECT_TRUE(near(gradients_of(second), expected));
+      });
+    }
+  }
+}
+
+// The ranks' mean is weighed as those of windows are. Alone a gradient is that of its loss.
+TEST(Weights, OfALossOfAnotherModelThanTheWindowsCountAmongTheRanks) {
+  const Line line(16);
+  const Values alone = gradient_over(line, {{12, 13}});
+  const Values of_both = gradient_over(line, {{0, 3}, {12, 13}});
+  for (const bool in_window : {false, true}) {
+    for (const int size : {1, 2}) {
+      on_ranks(size, [&](int rank) {
+        SCOPED_TRACE(testing::Message() << size << " ranks, in a window " << in_window);
+        Accelerator accelerator({.config_file = ""});
+        Regression first, second;
+        accelerator.prepare(first, second);
+        const bool has_three = size == 2 && rank == 0;
+        const auto batch = has_three ? line.rows(0, 3) : line.rows(12, 13);
+        const double weight = has_three ? 3 : 1;
+        {  // the unit of weights is the first, of three rows
+          const auto scope = accelerator.accumulate(first);
+          accelerator.backward(loss_of(first, line.rows(0, 3)), {.weight = 3});
+        }
+        if (in_window) {
+          const auto scope = accelerator.accumulate(first);
+          accelerator.backward(loss_of(second, batch), {.weight = weight, .more = true});
+          accelerator.backward(loss_of(first, batch), {.weight = weight});
+        } else {
+          accelerator.backward(loss_of(second, batch), {.weight = weight});
+        }
+        EXPECT_TRUE(near(gradients_of(second), size == 1 ? alone : of_both));
+      });
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::test_accelerator_accumulate
