@@ -3,10 +3,12 @@
 // ctest labels: threads
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
 #include <tessera/core/error.h>
+#include <tessera/optim/clip.h>
 
 #include "accelerate/sharded_words.h"
 #include "message_of.h"
@@ -245,6 +247,69 @@ TEST(GradientClipping, OfAProgramIsAtMostTheSettings) {
   }
   EXPECT_FALSE(trained({}, {}) == trained({}, 0.05));
   EXPECT_TRUE(trained(0, {}) == trained({}, {}));
+}
+
+// What the program clips at once belongs to several optimizers, or is measured in another norm: the
+// setting's limit, which is of each optimizer's 2-norm, comes after it.
+TEST(GradientClipping, ComesAfterAClipThatIsNotOfOneOptimizersTwoNorm) {
+  const Line line(96);
+  struct Clip {
+    double max_norm, norm_type;
+    bool of_both;
+  };
+  const auto plain = [&](const Clip& clip, double limit) {
+    Net model;
+    model.eval();  // no random numbers
+    optim::SGD first(model.first.named_parameters(), {.lr = 0.1});
+    optim::SGD second(model.second.named_parameters(), {.lr = 0.1});
+    for (int64_t step = 0; step < 3; ++step) {
+      const auto [x, y] = line.rows(32 * step, 32 * step + 32);
+      squared_error(model(x), y).backward();
+      const optim::ClipOptions options{.norm_type = clip.norm_type};
+      const TensorList clipped = clip.of_both ? model.parameters() : model.first.parameters();
+      optim::clip_grad_norm(clipped, clip.max_norm, options);
+      optim::clip_grad_norm(model.first.parameters(), limit);
+      optim::clip_grad_norm(model.second.parameters(), limit);
+      first.step(), second.step();
+      first.zero_grad(), second.zero_grad();
+    }
+    return values_of(model);
+  };
+  const auto facade = [&](const Clip& clip, double limit) {
+    Accelerator accelerator({.gradient_clipping = limit, .config_file = ""});
+    Net model;
+    model.eval();  // no random numbers
+    optim::SGD first(model.first.named_parameters(), {.lr = 0.1});
+    optim::SGD second(model.second.named_parameters(), {.lr = 0.1});
+    accelerator.prepare(model, first, second);
+    for (int64_t step = 0; step < 3; ++step) {
+      const auto scope = accelerator.accumulate(model);
+      const auto [x, y] = line.rows(32 * step, 32 * step + 32);
+      accelerator.backward(squared_error(model(x), y));
+      const TensorList clipped = clip.of_both ? model.parameters() : model.first.parameters();
+      accelerator.clip_grad_norm(clipped, clip.max_norm, clip.norm_type);
+      first.step(), second.step();
+      first.zero_grad(), second.zero_grad();
+    }
+    return values_of(model);
+  };
+  const double infinity = std::numeric_limits<double>::infinity();
+  const auto with_seed = [](const auto& train, const Clip& clip, double limit) {
+    manual_seed(4);
+    return train(clip, limit);
+  };
+  for (const bool of_both : {true, false}) {
+    for (const double norm_type : {2.0, 1.0, infinity}) {
+      for (const double max_norm : {0.02, 0.2, 100.0}) {
+        for (const double limit : {0.05, 0.5, 50.0}) {
+          SCOPED_TRACE(testing::Message()
+                       << of_both << " " << norm_type << " " << max_norm << " " << limit);
+          const Clip clip{max_norm, norm_type, of_both};
+          EXPECT_TRUE(near(with_seed(facade, clip, limit), with_seed(plain, clip, limit)));
+        }
+      }
+    }
+  }
 }
 
 // ---- What does not go together
