@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,8 +13,10 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/random.h>
 #include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/mesh/placement.h>
 #include <tessera/distributed/tensor_parallel/compute_mesh.h>
 #include <tessera/distributed/tensor_parallel/convert.h>
 #include <tessera/distributed/tensor_parallel/parallelize.h>
@@ -251,6 +254,14 @@ TEST(TensorParallel, RefusesTablesThatDoNotFit) {
     EXPECT_TRUE(mentions(refusal({{"first", kColumnwise, 1, 3}}),
                          "the 3 heads of 'first' do not divide among 2 ranks"));
     EXPECT_TRUE(mentions(refusal({{"*", kSequence}}), "kSequence serves LayerNorm"));
+    EXPECT_TRUE(mentions(refusal({{"first", kHeads}}), "kHeads serves LayerNorm"));
+    EXPECT_TRUE(mentions(refusal({{"first", kRowwise, 3}}),
+                         "the 4 inputs of 'first' do not divide among 2 ranks in 3 blocks"));
+    for (const nn::ParallelStyle style : {kColumnwise, kRowwise}) {
+      EXPECT_TRUE(mentions(refusal({{"first", style, 0}}), "in 0 blocks"));
+    }
+    EXPECT_TRUE(mentions(refusal({{"first", kLossHead}, {"second", kLossHead}, {"fir", kWhole}}),
+                         "no module is named 'fir'"));
     // A table and a head that share their weight.
     const auto tied = [&](nn::ParallelStyle of_head) {
       auto model = tiny_model();
@@ -333,6 +344,37 @@ TEST(TensorParallel, TokensAreGatheredAgainForEachBackwardThatReadsThem) {
       x.add_(1);
     }
     EXPECT_TRUE(mentions(message_of<AutogradError>([&] { y.backward(); }), "written in place"));
+  });
+}
+
+TEST(TensorParallel, RefusesModelsThatDoNotFit) {
+  using enum nn::ParallelStyle;
+  compared_ranks(2, [&](int) {
+    Mesh mesh(world(), {{"dp", 1}, {"tp", 2}});
+    const auto refusal = [&](nn::ModuleBase& model, std::vector<nn::StyledModules> styles) {
+      return message_of<ConfigError>(
+          [&] { parallelize_module(model, mesh["tp"], {.styles = styles}); });
+    };
+    Pair pair;
+    EXPECT_TRUE(mentions(message_of<ConfigError>([&] {
+                           parallelize_module(pair, mesh, {.styles = {{"first", kColumnwise}}});
+                         }),
+                         "along one axis"));
+    parallelize_module(pair, mesh["tp"], {.styles = {{"first", kColumnwise}}});
+    EXPECT_TRUE(mentions(refusal(pair, {{"first", kColumnwise}}), "'first' is divided already"));
+    Pair trained;
+    trained(ones({3, 4})).sum().backward();
+    EXPECT_TRUE(mentions(refusal(trained, {{"first", kColumnwise}}), "has a gradient"));
+    // Each rank has an entry, or there is no vocabulary to divide.
+    nn::Embedding one(1, 4), two(2, 4);
+    EXPECT_TRUE(mentions(refusal(one, {{"", kVocabulary}}), "the 1 entries of '' are too few"));
+    parallelize_module(two, mesh["tp"], {.styles = {{"", kVocabulary}}});
+    nn::Linear narrow(4, 1);
+    EXPECT_TRUE(mentions(refusal(narrow, {{"", kLossHead}}), "the 1 entries of '' are too few"));
+    nn::models::Gpt tied({.vocab_size = 8, .context = 4, .width = 8, .layers = 1, .heads = 2});
+    const std::string unlike =
+        refusal(tied, {{"transformer.wte", kVocabulary}, {"lm_head", kRowwise}});
+    EXPECT_TRUE(mentions(unlike, "is tied to a parameter that is")) << unlike;
   });
 }
 
@@ -454,6 +496,93 @@ TEST(TensorParallel, WhatIsNotBuiltIsATypedErrorOnEveryRank) {
                    Error);
     }
   });
+}
+
+// ---- Parts of a vocabulary ----------------------------------------------------------------------
+
+constexpr int64_t kWords = 7, kFeatures = 3;  // words that do not divide
+
+Tensor numbers_of(const Shape& shape, uint64_t stream) {
+  return randn(shape, {.dtype = kF64}, RandomStream{11, stream});
+}
+VocabularyPart words_of(int ranks, int rank) {
+  return {"tp", chunk_of(kWords, ranks, rank).first, kWords};
+}
+Tensor rows_of(const Tensor& table) {
+  return convert(table, "tp", Mark::shard(0), {.uneven = true});
+}
+
+TEST(TensorParallel, PartsOfAVocabularyLookUpWhatTheWholeDoes) {
+  const Tensor index = tensor({0, 6, 3, 2, 5, 1, 4, 3, 0, 6}, kI64);
+  const Tensor factor = numbers_of({10, kFeatures}, 1);
+  for (const int ranks : {2, 3}) {
+    for (int64_t padding = -1; padding < kWords; ++padding) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, padding " << padding);
+      const auto padding_idx = padding < 0 ? std::nullopt : std::optional(padding);
+      const Tensor whole = numbers_of({kWords, kFeatures}, 2).set_requires_grad();
+      const Tensor expected = tessera::embedding(index, whole, padding_idx);
+      (expected * factor).sum().backward();
+      compared_ranks(ranks, [&](int rank) {
+        Mesh mesh(world(), {{"tp", ranks}});
+        use_compute_mesh(mesh);
+        const Tensor table = numbers_of({kWords, kFeatures}, 2).set_requires_grad();
+        const Tensor rows = embedding(words_of(ranks, rank), index, rows_of(table), padding_idx);
+        const Tensor found = convert(rows, "tp", Mark::invariant());
+        EXPECT_EQ(found.to_vector(), expected.to_vector());
+        (found * factor).sum().backward();
+        EXPECT_EQ(table.grad().to_vector(), whole.grad().to_vector());
+      });
+    }
+  }
+}
+
+TEST(TensorParallel, TheLossOverPartsOfAVocabularyIsThatOverTheWhole) {
+  constexpr int64_t kIgnored = 5;  // a word, too
+  const Tensor target = tensor({0, 6, 3, 5, 2, 5, 4}, kI64);
+  const auto close = [](const Tensor& got, const Tensor& expected) {
+    const auto a = got.to_vector(), b = expected.to_vector();
+    ASSERT_EQ(a.size(), b.size());
+    // A sum of seven terms in another order.
+    for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 64 * 0x1p-52) << i;
+  };
+  for (const int ranks : {2, 3}) {
+    for (const bool mean : {true, false}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, mean " << mean);
+      const Tensor x = numbers_of({7, kFeatures}, 3).set_requires_grad();
+      const Tensor whole = numbers_of({kWords, kFeatures}, 4).set_requires_grad();
+      const Tensor expected = cross_entropy(
+          linear(x, whole), target,
+          {.ignore_index = kIgnored, .reduction = mean ? Reduction::kMean : Reduction::kSum});
+      expected.backward();
+      compared_ranks(ranks, [&](int rank) {
+        Mesh mesh(world(), {{"tp", ranks}});
+        use_compute_mesh(mesh);
+        const Tensor own = numbers_of({7, kFeatures}, 3).set_requires_grad();
+        const Tensor table = numbers_of({kWords, kFeatures}, 4).set_requires_grad();
+        const Tensor loss =
+            linear_cross_entropy(words_of(ranks, rank), convert(own, "tp", Mark::replicated()),
+                                 rows_of(table), target, kIgnored, mean);
+        close(loss, expected);
+        loss.backward();
+        close(own.grad(), x.grad());
+        close(table.grad(), whole.grad());
+      });
+    }
+  }
+}
+
+TEST(TensorParallel, EntriesThatNoRankHasAreErrorsOnEveryRank) {
+  for (const int ranks : {2, 3}) {
+    compared_ranks(ranks, [&](int rank) {
+      Mesh mesh(world(), {{"tp", ranks}});
+      use_compute_mesh(mesh);
+      const Tensor rows = rows_of(numbers_of({kWords, kFeatures}, 2));
+      const VocabularyPart part = words_of(ranks, rank);
+      for (const int64_t entry : {int64_t{-1}, kWords, kWords + 1, int64_t{-100}}) {
+        EXPECT_THROW(embedding(part, tensor({0, entry}, kI64), rows), IndexError) << entry;
+      }
+    });
+  }
 }
 
 // Another thread's context has no compute mesh to check by.
