@@ -171,17 +171,23 @@ TEST(Failures, OfWorksThatAreKeptAreRaisedOnceWhenTheyGo) {
     raises(reduce);
     reduce();
 
-    kept = differ();
-    differ();
-    meeting.arrive_and_wait();
-    raises(reduce);
-    kept.reset();
-    reduce();
+    for (const bool kept_last : {false, true}) {
+      std::optional<Work> first = differ(), last = differ();
+      meeting.arrive_and_wait();
+      (kept_last ? first : last).reset();
+      raises(reduce);
+      (kept_last ? last : first).reset();
+      reduce();
+    }
 
-    // A message raises it too, and of what fails after that the next call tells again.
+    // A message of one rank raises it too, and of what fails after that the next call tells again.
     differ();
     meeting.arrive_and_wait();
-    raises([&] { world().send(x, 1 - rank).wait(); });
+    if (rank == 0) {
+      raises([&] { world().send(x, 1).wait(); });
+    } else {
+      raises([&] { world().recv(x, 0).wait(); });
+    }
     differ();
     meeting.arrive_and_wait();
     raises(reduce);
