@@ -530,6 +530,54 @@ TEST(PipelineTraining, WhatIsNotBuiltSaysSo) {
 }
 
 // A rank that is elsewhere until the other one's timeout, and one that has ended.
+TEST(PipelineTraining, StepsThatCannotBeAreRefusedOnOneRankAndOnStages) {
+  const std::vector<Batch> window{batch_of(0), batch_of(1)};
+  for (const int pp : {1, 2}) {
+    SCOPED_TRACE(pp);
+    const auto stepped = [&](std::vector<double> weights) {
+      return refusal<ValueError>(pp, [&](Accelerator& accelerator, Training& training) {
+        Pipeline pipeline = accelerator.pipeline(*training.model);
+        pipeline.step(window, training.loss, {.weights = weights});
+      });
+    };
+    for (const std::vector<double>& weights : {std::vector<double>{1}, {1, 2, 3}}) {
+      EXPECT_TRUE(mentions(stepped(weights), "give one for each"));
+    }
+    for (const double wrong : {-1.0, std::nan(""), HUGE_VAL}) {
+      EXPECT_TRUE(mentions(stepped({1, wrong}), "is not negative"));
+      EXPECT_TRUE(mentions(stepped({wrong, 1}), "is not negative"));
+    }
+    const std::string empty =
+        refusal<ValueError>(pp, [&](Accelerator& accelerator, Training& training) {
+          accelerator.pipeline(*training.model).step(std::vector<Batch>(), training.loss);
+        });
+    EXPECT_TRUE(mentions(empty, "this one is empty")) << empty;
+    const std::string two =
+        refusal<ShapeError>(pp, [&](Accelerator& accelerator, Training& training) {
+          Pipeline pipeline = accelerator.pipeline(*training.model);
+          pipeline.step(window, [&](const Batch& batch) {
+            return training.loss(batch).reshape({1}).expand({2}) * 1;
+          });
+        });
+    EXPECT_TRUE(mentions(two, "the loss must have one element")) << two;
+  }
+}
+
+TEST(PipelineTraining, OtherCutsThanThoseOfPrepareAreRefused) {
+  const std::string other =
+      refusal<ConfigError>(2, [](Accelerator& accelerator, Training& training) {
+        accelerator.prepare(*training.model);
+        accelerator.pipeline(*training.model, {.cuts = {"transformer.h.2"}});  // the same ones
+        accelerator.pipeline(*training.model, {.cuts = {"transformer.h.1"}});
+      });
+  EXPECT_TRUE(mentions(other, "over other stages")) << other;
+  const std::string apart =
+      refusal<ConfigError>(2, [](Accelerator& accelerator, Training& training) {
+        accelerator.pipeline(*training.model, {.ties_apart = true});
+      });
+  EXPECT_TRUE(mentions(apart, "ties_apart is for comparisons")) << apart;
+}
+
 TEST(PipelineTraining, ARankThatDoesNotComeIsNamedWithTheAction) {
   for (const bool ended : {false, true}) {
     std::string message;
