@@ -577,6 +577,29 @@ TEST(Weights, OfAWindowOfSeveralModelsCountForTheLossOfEach) {
   }
 }
 
+// One ends its window with every micro-batch, the other with every second one.
+TEST(Weights, OfModelsWithWindowsOfTheirOwnAreDividedAtTheEndOfEach) {
+  const Line line(32);
+  const std::vector<std::pair<int64_t, int64_t>> parts = {{0, 4}, {8, 20}, {20, 21}, {24, 27}};
+  Accelerator accelerator({.config_file = ""});
+  Regression first, second;
+  accelerator.prepare(first, second);
+  accelerator.set_gradient_accumulation_steps(second, 2);
+  for (size_t micro = 0; micro < parts.size(); ++micro) {
+    const auto [begin, end] = parts[micro];
+    const auto batch = line.rows(begin, end);
+    const auto scope = accelerator.accumulate(first, second);
+    accelerator.backward(loss_of(first, batch) + loss_of(second, batch),
+                         {.weight = static_cast<double>(end - begin)});
+    EXPECT_TRUE(near(gradients_of(first), gradient_over(line, {parts[micro]}))) << micro;
+    first.zero_grad();
+    if (micro % 2 == 0) continue;
+    EXPECT_TRUE(near(gradients_of(second), gradient_over(line, {parts[micro - 1], parts[micro]})))
+        << micro;
+    second.zero_grad();
+  }
+}
+
 // The ranks' mean is weighed as those of windows are. Alone a gradient is that of its loss.
 TEST(Weights, OfALossOfAnotherModelThanTheWindowsCountAmongTheRanks) {
   const Line line(16);
