@@ -84,6 +84,44 @@ TEST(UnitClasses, FS_1_OneThatTheModelHasNotIsNamed) {
 }
 
 // A part of a unit, a unit by itself, and both at once by one pattern.
+// fsdp keeps the root's parameters for backward, zero3 gathers them again, and without
+// reshard_after_forward all stay.
+TEST(Units, AreGatheredAgainForBackwardAsModeAndSettingSay) {
+  const auto gathered = [](const distributed::CommTrace::Scope& scope) {
+    std::vector<std::string> units;
+    for (const distributed::CommRecord& record : scope.records()) {
+      const bool gathers = record.channel == distributed::Channel::kParameter &&
+                           record.operation == distributed::Operation::kAllGather;
+      if (gathers) units.push_back(record.tag);
+    }
+    std::ranges::sort(units);
+    return units;
+  };
+  for (const Sharding sharding : {Sharding::kFsdp, Sharding::kZero3}) {
+    for (const bool reshards : {true, false}) {
+      SCOPED_TRACE(testing::Message() << (sharding == Sharding::kFsdp) << reshards);
+      compared_ranks(2, [&](int) {
+        Words model;
+        Accelerator accelerator(
+            {.sharding = sharding, .fsdp = {.reshard_after_forward = reshards}, .config_file = ""});
+        accelerator.prepare(model);
+        const Tokens tokens(2);
+        const auto [inputs, targets] = tokens.get(0);
+        const auto micro = accelerator.accumulate(model);
+        std::optional<distributed::CommTrace::Scope> scope(*distributed::rank_context().trace);
+        const Tensor loss = cross_entropy(model(inputs), targets);
+        std::vector<std::string> expected = gathered(*scope);
+        EXPECT_EQ(expected.size(), 4U) << "three blocks and the root";
+        scope.emplace(*distributed::rank_context().trace);
+        accelerator.backward(loss);
+        if (!reshards) expected.clear();
+        if (reshards && sharding == Sharding::kFsdp) std::erase(expected, "the root unit");
+        EXPECT_EQ(gathered(*scope), expected);
+      });
+    }
+  }
+}
+
 TEST(IgnoredModules, StayWholeAndTheRestTrainsAsEver) {
   struct Case {
     const char* pattern;
