@@ -167,6 +167,46 @@ TEST(BigModel, TransposedTablesOfGpt2AreTurnedForACall) {
   EXPECT_FALSE(model.get_parameter("transformer.h.0.attn.c_attn.weight").is_contiguous());
 }
 
+// A block that calls itself, as a recursive cell does: weights that lie as calls read them need not
+// come and go, and others have one call at a time.
+struct Recursive : nn::Module<Recursive> {
+  Recursive() : fc(add<nn::Linear>("fc", 8, 8)) {}
+  Tensor forward(const Tensor& x) {
+    EXPECT_TRUE(fc.weight.is_contiguous());
+    if (depth == 0) return fc(x);
+    --depth;
+    const Tensor y = (*this)(fc(x));
+    ++depth;
+    return y;
+  }
+  int depth = 0;
+  nn::Linear& fc;
+};
+
+TEST(BigModel, BlocksThatNeedNoConversionMayRunInsideOfThemselves) {
+  const NoGradGuard no_grad;
+  Recursive whole;
+  whole.depth = 2;
+  const Tensor x = ones({3, 8});
+  const Tensor expected = whole(x);
+  const auto called = [&](const StateDict& weights, int depth) {
+    TestFolder folder;
+    save_weights(weights, folder.path("cell"));
+    const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});
+    Recursive model;
+    load_checkpoint_and_dispatch(model, folder.path("cell"),
+                                 {.device_map = {{"", kDisk}}, .no_split = {"Recursive"}});
+    model.depth = depth;
+    return model(x);
+  };
+  expect_same_bits(called(whole.state_dict(), 2), expected);
+  StateDict narrow;
+  for (const auto& [name, tensor] : whole.state_dict()) narrow.set(name, tensor.to(kBF16));
+  EXPECT_EQ(called(narrow, 0).dtype(), kF32);
+  const std::string inside = message_of<UnsupportedError>([&] { called(narrow, 1); });
+  EXPECT_TRUE(mentions(inside, "is called while a call of it runs")) << inside;
+}
+
 TEST(BigModel, TiedWeightsStayOneTensorAndAreOnTheDiskOnce) {
   LlamaConfig config = kConfig;
   config.tied = false;
