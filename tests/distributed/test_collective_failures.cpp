@@ -80,6 +80,45 @@ TEST(Failures, ACE1_ARankThatEndedNeitherSendsNorReceives) {
   });
 }
 
+// Rank 0 waits already when rank 1 ends: for it, and for rank 2 as well. What rank 1 has joined goes on.
+TEST(Failures, ARankThatEndsFailsWhatWaitsForItAndNothingElse) {
+  std::latch waiting(1), told(1);
+  failing_ranks("rank 1 joins one call and ends", 3, [&](int rank) {
+    Group& group = world();
+    const CollectiveOptions soon{.channel = Channel::kPeer, .timeout_seconds = 30};
+    const Tensor sum = full({2}, rank + 1), never = zeros({2});
+    const auto ended = [](const std::function<void()>& call) {
+      const std::string message = message_of<DistributedError>(call);
+      EXPECT_NE(message.find("rank 1 ended"), std::string::npos) << message;
+    };
+    if (rank == 1) {
+      waiting.wait();
+      group.all_reduce(sum).forget();
+      return;
+    }
+    if (rank == 2) {
+      told.wait();
+      group.send(full({2}, 5), 0).wait();
+      all_reduce(sum);
+      ended([&] { all_reduce(never); });
+    } else {
+      const Tensor received = zeros({2});
+      const Work from_two = group.recv(received, 2);
+      const Work joined = group.all_reduce(sum);
+      const Work missing = group.all_reduce(never, ReduceOp::kSum, {.timeout_seconds = 30});
+      const Work from_one = group.recv(zeros({2}), 1, 0, soon);
+      const Work to_one = group.send(never, 1, 0, soon);
+      waiting.count_down();
+      for (const Work& work : {from_one, to_one, missing}) ended([&] { work.wait(); });
+      told.count_down();
+      from_two.wait();
+      EXPECT_EQ(received.to_vector(), (std::vector<double>{5, 5}));
+      joined.wait();
+    }
+    EXPECT_EQ(sum.to_vector(), (std::vector<double>{6, 6}));
+  });
+}
+
 TEST(Failures, ACE1_ATimeoutNamesWhoIsWhereAndLeavesADump) {
   const std::string folder = testing::TempDir();
   std::latch issued(3), gave_up(4);
