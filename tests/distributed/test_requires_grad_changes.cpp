@@ -10,6 +10,7 @@
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/core/error.h>
+#include <tessera/distributed/backward/requires_grad_changes.h>
 #include <tessera/nn/lora/lora.h>
 #include <tessera/nn/norm.h>
 
@@ -463,6 +464,79 @@ TEST(RequiresGradChanges, AnotherAdapterTrainsAsInOneProcessOrIsAnErrorThatNames
           message_of<ConfigError>([&] { trained_in<Adapted>(sharding, change); });
       EXPECT_TRUE(mentions(message, "other") && mentions(message, "was frozen")) << message;
     });
+  }
+}
+
+// ---- What is said of them ----------------------------------------------------------------------
+
+const std::string kRemedy = ": set requires_grad alike on all ranks";
+
+NamedTensors four_parameters() {
+  NamedTensors parameters;
+  for (const char* name : {"a", "b", "c", "d"}) {
+    parameters.push_back({name, zeros({1}).set_requires_grad()});
+  }
+  return parameters;
+}
+
+TEST(ChangedFlags, AreSaidByTheFirstNameUntilTheyAreAgreedOn) {
+  const NamedTensors parameters = four_parameters();
+  distributed::RequiresGradChanges changes(parameters);
+  EXPECT_FALSE(changes.look());
+  EXPECT_EQ(changes.text(), "");
+  parameters[1].tensor.set_requires_grad(false);
+  EXPECT_TRUE(changes.look());
+  EXPECT_EQ(changes.text(), "; 'b' is frozen here" + kRemedy);
+  EXPECT_FALSE(changes.look());  // nothing since
+  EXPECT_EQ(changes.text(), "; 'b' is frozen here" + kRemedy);
+  parameters[1].tensor.set_requires_grad();
+  EXPECT_TRUE(changes.look());
+  EXPECT_EQ(changes.text(), "");
+  parameters[1].tensor.set_requires_grad(false);
+  EXPECT_TRUE(changes.look());
+  changes.agree();
+  EXPECT_EQ(changes.text(), "");
+  EXPECT_FALSE(changes.look());
+  parameters[1].tensor.set_requires_grad();
+  EXPECT_TRUE(changes.look());
+  EXPECT_EQ(changes.text(), "; 'b' requires grad here" + kRemedy);
+}
+
+// Ranks with other changes have other texts, whatever they begin with.
+TEST(ChangedFlags, OfSeveralAreCountedAndToldApart) {
+  std::set<std::string> texts;
+  const std::vector<std::vector<size_t>> frozen = {{0, 1}, {0, 2}, {0, 3}, {0, 1, 2}, {0, 1, 3}};
+  for (const std::vector<size_t>& places : frozen) {
+    const NamedTensors parameters = four_parameters();
+    distributed::RequiresGradChanges changes(parameters);
+    for (const size_t place : places) parameters[place].tensor.set_requires_grad(false);
+    EXPECT_TRUE(changes.look());
+    const std::string begin =
+        "; 'a' is frozen here and " + std::to_string(places.size() - 1) + " more changed (";
+    EXPECT_TRUE(changes.text().starts_with(begin) && changes.text().ends_with(")" + kRemedy))
+        << changes.text();
+    texts.insert(changes.text());
+  }
+  // The second one begins to require grad here.
+  const NamedTensors parameters = four_parameters();
+  parameters[1].tensor.set_requires_grad(false);
+  distributed::RequiresGradChanges changes(parameters);
+  parameters[0].tensor.set_requires_grad(false);
+  parameters[1].tensor.set_requires_grad();
+  EXPECT_TRUE(changes.look());
+  texts.insert(changes.text());
+  EXPECT_EQ(texts.size(), frozen.size() + 1);
+}
+
+TEST(ChangedFlags, OfLongNamesSayTheEnd) {
+  for (const size_t length : {90, 91, 200}) {
+    const std::string name = std::string(length - 3, 'x') + "end";
+    const NamedTensors parameters = {{name, zeros({1})}};
+    distributed::RequiresGradChanges changes(parameters);
+    parameters[0].tensor.set_requires_grad();
+    EXPECT_TRUE(changes.look());
+    const std::string said = length == 90 ? name : "..." + name.substr(length - 90);
+    EXPECT_EQ(changes.text(), "; '" + said + "' requires grad here" + kRemedy);
   }
 }
 
