@@ -3,7 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
@@ -260,6 +264,53 @@ TEST(Collectives, TensorsMayBeNonContiguousOrEmpty) {
     broadcast(nothing, 1);
     EXPECT_EQ(all_gather(nothing).numel(), 0);
   });
+}
+
+TEST(Collectives, OneRankGetsWhatItGivesInAnyLayout) {
+  Group& alone = world();
+  using Call = std::function<Work(const Tensor& to, const Tensor& from)>;
+  const std::vector<std::pair<const char*, Call>> moving = {
+      {"all_gather", [&](auto& to, auto& from) { return alone.all_gather(to, from); }},
+      {"ragged all_gather",
+       [&](auto& to, auto& from) { return alone.all_gather(std::vector{to}, from); }},
+      {"reduce_scatter", [&](auto& to, auto& from) { return alone.reduce_scatter(to, from); }},
+      {"reduce_scatter of a list",
+       [&](auto& to, auto& from) {
+         return alone.reduce_scatter(to, std::vector{from}, ReduceOp::kMean);
+       }},
+      {"all_to_all",
+       [&](auto& to, auto& from) { return alone.all_to_all(std::vector{to}, std::vector{from}); }},
+      {"gather", [&](auto& to, auto& from) { return alone.gather(std::vector{to}, from, 0); }},
+      {"scatter", [&](auto& to, auto& from) { return alone.scatter(to, std::vector{from}, 0); }},
+      {"permute",
+       [&](auto& to, auto& from) { return alone.permute(to, from, std::vector<int>{0}); }},
+  };
+  const auto laid = [](bool turned, double first) {
+    const Tensor values = arange(12).view({3, 4}) + first;
+    return turned ? values.transpose(0, 1).contiguous().transpose(0, 1) : values;
+  };
+  for (const bool turned_to : {false, true}) {
+    for (const bool turned_from : {false, true}) {
+      SCOPED_TRACE(testing::Message() << turned_to << turned_from);
+      const Tensor from = laid(turned_from, 100);
+      const std::vector<double> given = from.to_vector();
+      for (const auto& [name, call] : moving) {
+        const Tensor to = laid(turned_to, 0);
+        call(to, from).wait();
+        EXPECT_EQ(to.to_vector(), given) << name;
+        EXPECT_EQ(from.to_vector(), given) << name;
+      }
+      const Tensor sum = laid(turned_to, 1);
+      alone.reduce_scatter_onto(sum, from).wait();
+      EXPECT_EQ(sum.to_vector(), (laid(false, 1) + laid(false, 100)).to_vector());
+      alone.reduce_scatter_onto(sum, std::vector{from}).wait();
+      EXPECT_EQ(sum.to_vector(), (laid(false, 1) + laid(false, 100) * 2).to_vector());
+      alone.all_reduce(from, ReduceOp::kProduct).wait();
+      alone.reduce(from, 0, ReduceOp::kMean).wait();
+      alone.broadcast(from, 0).wait();
+      EXPECT_EQ(from.to_vector(), given);
+    }
+  }
 }
 
 TEST(Collectives, WorldOfOneIssuesNothing) {
