@@ -7,6 +7,8 @@
 #include <chrono>
 #include <csignal>
 #include <filesystem>
+#include <fstream>
+#include <map>
 #include <set>
 #include <thread>
 
@@ -404,6 +406,38 @@ TEST_F(Checkpoints, ACK4DamageIsRefusedWithFileTensorAndRemedy) {
   fs::remove(path("a/manifest.json"));
   expect_in("has no manifest.json", message_of<FormatError>([&] { CheckpointReader(path("a")); }));
   expect_in("there is no folder", message_of<IoError>([&] { CheckpointReader(path("b")); }));
+}
+
+// A hook's files lie in folders of their own, some of them empty; each is part of the checkpoint.
+TEST_F(Checkpoints, FilesOfHooksAreListedAndVerifiedInEveryFolder) {
+  const std::map<std::string, std::string> files = {{"a.txt", "1"},       {"b/a.txt", "22"},
+                                                    {"b/c/d.txt", "333"}, {"e/f/g/h.txt", "4444"},
+                                                    {"z.txt", ""},        {"zz/y.txt", "5"}};
+  CheckpointSaver saver;
+  saver.save(path("a"), [&](const std::string& folder, auto&) {
+    fs::create_directories(folder + "/empty/within");
+    for (const auto& [name, text] : files) {
+      const fs::path file = fs::path(folder) / name;
+      fs::create_directories(file.parent_path());
+      std::ofstream(file) << text;
+    }
+    return std::vector{SaveItem::whole("x", numbers({2}))};
+  });
+  const CheckpointReader reader(path("a"));
+  std::map<std::string, uint64_t> listed;
+  for (const auto& [name, file] : reader.manifest().files) {
+    if (file.checksum && !name.ends_with(".json")) listed[name] = file.bytes;
+  }
+  EXPECT_EQ(listed.size(), files.size());
+  for (const auto& [name, text] : files) {
+    ASSERT_TRUE(listed.contains(name)) << name;
+    EXPECT_EQ(listed[name], text.size()) << name;
+    if (text.empty()) continue;
+    folder_.write("a/" + name, std::string(text.size(), 'x'));
+    expect_in(name, message_of<FormatError>([&] { CheckpointReader(path("a")).verify(); }));
+    folder_.write("a/" + name, text);
+  }
+  CheckpointReader(path("a")).verify();
 }
 
 // A manifest that was made to do harm has a right checksum.
