@@ -324,6 +324,33 @@ TEST(Accumulate, TheNormBetweenBoundariesIsOfThisModelOrNone) {
   }
 }
 
+// As those of prepared ones, at the end of the window.
+TEST(Accumulate, ParametersOfNoPreparedModelAreClippedWhereGradientsSynchronise) {
+  const Line line(8);
+  Accelerator accelerator({.gradient_accumulation_steps = 2, .config_file = ""});
+  Regression model, stranger;
+  accelerator.prepare(model);
+  loss_of(stranger, line.rows(0, 8)).backward();
+  const Values whole = gradients_of(stranger);
+  for (const bool at_boundary : {false, true}) {
+    const auto micro = accelerator.accumulate(model);
+    EXPECT_EQ(micro.sync_gradients(), at_boundary);
+    const double norm = accelerator.clip_grad_norm(stranger.parameters(), 0.5).item();
+    if (at_boundary) {
+      const double own = std::hypot(whole[0][0], whole[1][0]);
+      EXPECT_NEAR(norm, own, 4 * 0x1p-23 * own);
+      const Values clipped = gradients_of(stranger);
+      EXPECT_NEAR(std::hypot(clipped[0][0], clipped[1][0]), 0.5, 1e-5);  // 1e-6 beside the norm
+    } else {
+      EXPECT_TRUE(std::isnan(norm));
+      EXPECT_EQ(gradients_of(stranger), whole);
+      accelerator.clip_grad_value(stranger.parameters(), 1e-3);
+      EXPECT_EQ(gradients_of(stranger), whole);
+    }
+    accelerator.backward(loss_of(model, line.rows(0, 8)));
+  }
+}
+
 TEST(Accumulate, TheNumberOfStepsMayChangeFromWindowToWindow) {
   const Line line(64);
   Accelerator accelerator({.gradient_accumulation_steps = 2});

@@ -3,6 +3,7 @@
 // ctest labels: threads
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
 #include <map>
 #include <optional>
@@ -14,6 +15,7 @@
 #include <tessera/core/context.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/mesh/placement.h>
@@ -227,6 +229,10 @@ TEST(TensorParallel, ParametersAreDTensorsAndInCallsThisRanksParts) {
     EXPECT_THROW(replicate(*model, data), UnsupportedError);
     EXPECT_EQ(wholes_of(*model, false), wholes_of(*whole, false));
   });
+}
+
+Tensor numbers_of(const Shape& shape, uint64_t stream) {
+  return randn(shape, {.dtype = kF64}, RandomStream{11, stream});
 }
 
 struct Pair : nn::Module<Pair> {
@@ -498,13 +504,39 @@ TEST(TensorParallel, WhatIsNotBuiltIsATypedErrorOnEveryRank) {
   });
 }
 
+// As where a state is loaded or memory given: any of the parameters, and the others stay.
+TEST(TensorParallel, AParameterThatGotOtherMemoryIsReadThere) {
+  using enum nn::ParallelStyle;
+  const Tensor x = numbers_of({3, 4}, 5).to(kF32);
+  for (const char* name : {"first.weight", "first.bias", "second.weight", "second.bias"}) {
+    SCOPED_TRACE(name);
+    const NoGradGuard no_grad;
+    manual_seed(2);
+    Pair whole;
+    whole.get_parameter(name).mul_(3);
+    const std::vector<double> expected = whole(x).to_vector();
+    compared_ranks(2, [&](int) {
+      Mesh mesh(world(), {{"tp", 2}});
+      manual_seed(2);
+      Pair pair;
+      parallelize_module(pair, mesh["tp"],
+                         {.styles = {{"first", kColumnwise}, {"second", kRowwise}}});
+      pair(x);
+      const Tensor own = pair.get_parameter(name);
+      own.set_data(raw::alias(own) * 3);
+      own.bump_version("other memory");
+      const std::vector<double> found = pair(x).to_vector();
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_NEAR(found[i], expected[i], 16 * 0x1p-23 * (1 + std::abs(expected[i]))) << i;
+      }
+    });
+  }
+}
+
 // ---- Parts of a vocabulary ----------------------------------------------------------------------
 
 constexpr int64_t kWords = 7, kFeatures = 3;  // words that do not divide
 
-Tensor numbers_of(const Shape& shape, uint64_t stream) {
-  return randn(shape, {.dtype = kF64}, RandomStream{11, stream});
-}
 VocabularyPart words_of(int ranks, int rank) {
   return {"tp", chunk_of(kWords, ranks, rank).first, kWords};
 }
