@@ -38,6 +38,36 @@ TokenFeatures golden_features() {
   return {golden().load("token_type_ids"), golden().load("attention_mask")};
 }
 
+// Of 0 there is none in front of the classifier, whatever the encoder has.
+TEST(Bert, TheClassifiersDropoutIsItsOwnOrElseTheEncoders) {
+  const NoGradGuard no_grad;
+  const struct {
+    double dropout, classifier_dropout;
+    bool drops;
+  } rows[] = {{0.5, -1, true}, {0.5, 0, false}, {0.5, 0.5, true}, {0, -1, false}, {0, 0.5, true}};
+  for (const auto& row : rows) {
+    SCOPED_TRACE(testing::Message() << row.dropout << " " << row.classifier_dropout);
+    manual_seed(6);
+    Bert model({.vocab_size = 10,
+                .width = 32,
+                .layers = 1,
+                .heads = 4,
+                .context = 8,
+                .dropout = row.dropout,
+                .classifier_dropout = row.classifier_dropout});
+    int64_t zeros_seen = 0;  // a pooled state is a tanh, never 0 itself
+    model.classifier.register_forward_pre_hook([&](ModuleBase&, TensorRefs inputs) {
+      for (const double value : inputs[0]->to_vector()) zeros_seen += value == 0;
+    });
+    model(ones({4, 5}, {.dtype = kI64}));
+    EXPECT_EQ(zeros_seen > 0, row.drops);
+    zeros_seen = 0;
+    model.eval();
+    model(ones({4, 5}, {.dtype = kI64}));
+    EXPECT_EQ(zeros_seen, 0);
+  }
+}
+
 class BertFiles : public testing::Test {
  protected:
   void SetUp() override { std::filesystem::create_directories(path_); }
