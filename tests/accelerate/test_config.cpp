@@ -7,6 +7,9 @@
 #include <fstream>
 #include <set>
 #include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include <unistd.h>
 
@@ -91,6 +94,64 @@ TEST(ConfigSchema, CLI2_HyphensAndUnderscoresAreOneSpelling) {
             find_setting("gradient_accumulation_steps"));
   EXPECT_EQ(find_setting("num_processes"), find_setting("ranks"));
   EXPECT_EQ(find_setting("no_such_setting"), nullptr);
+}
+
+// Every number has a least value that makes sense, and what is less is refused; some have a last one.
+TEST(ConfigSchema, NumbersAreTakenFromTheirLeastValueOn) {
+  const auto taken = [](std::string_view key, const std::string& value) {
+    Settings settings;
+    try {
+      assign(*find_setting(key), settings, value, {Source::kCode, ""});
+    } catch (const ConfigError&) {
+      return false;
+    }
+    return true;
+  };
+  const struct {
+    std::vector<const char*> refused, accepted;
+    std::vector<std::string_view> keys;
+  } groups[] = {
+      {{"0", "-1"},
+       {"1"},
+       {"ddp_power_sgd_rank", "fp8_amax_history_len", "scaler_growth_interval", "scaler_hysteresis",
+        "ranks", "nodes", "threads", "dp_replicate_size", "dp_shard_size", "tp_size", "cp_size",
+        "sp_size", "pp_size", "pp_stages_per_rank", "gradient_accumulation_steps"}},
+      {{"-1"},
+       {"0", "1"},
+       {"data_seed", "seed", "ddp_power_sgd_start_step", "fp8_margin", "scaler_min_scale",
+        "restarts", "store_port", "total_limit", "keep_every", "keep_best", "zero_stage",
+        "fsdp_min_num_params", "gradient_clipping"}},
+      {{"0", "-1", "0.0009"},
+       {"0.001"},
+       {"collective_timeout", "first_step_timeout", "save_timeout", "init_timeout", "job_timeout",
+        "start_timeout", "grace", "wait_warning"}},
+      {{"0", "-1", "0.00009"}, {"0.0001"}, {"ddp_bucket_cap_mb", "ddp_first_bucket_mb"}},
+      {{"0", "-1"}, {"1e-9"}, {"scaler_init_scale"}},
+      {{"0", "0.99"}, {"1", "2"}, {"scaler_growth_factor"}},
+      {{"0", "1.01"}, {"1e-6", "1"}, {"scaler_backoff_factor"}},
+  };
+  std::set<std::string_view> known;
+  for (const auto& group : groups) {
+    for (const std::string_view key : group.keys) {
+      known.insert(key);
+      for (const char* value : group.refused) EXPECT_FALSE(taken(key, value)) << key << value;
+      for (const char* value : group.accepted) EXPECT_TRUE(taken(key, value)) << key << value;
+    }
+  }
+  for (const Setting& setting : schema()) {
+    const bool bounded = setting.least != 0 || setting.most != 0;
+    EXPECT_TRUE(!bounded || known.contains(setting.key)) << setting.key << " is in no group";
+  }
+  const struct {
+    const char *key, *last, *beyond;
+  } rows[] = {{"store_port", "65535", "65536"},
+              {"zero_stage", "3", "4"},
+              {"threads", "4096", "4097"},
+              {"fp8_margin", "64", "65"}};
+  for (const auto& row : rows) {
+    EXPECT_TRUE(taken(row.key, row.last)) << row.key;
+    EXPECT_FALSE(taken(row.key, row.beyond)) << row.key;
+  }
 }
 
 // The defect: a questionnaire that writes FP8 keys that no reader knows.
