@@ -2,9 +2,13 @@
 // nothing of it. And the dtypes in which parameters and gradients travel and lie.
 // ctest labels: threads
 // ctest ranks: 2
+#include <algorithm>
 #include <chrono>
+#include <functional>
 #include <random>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "distributed/fault_backend.h"
 #include "distributed/sharded_fixture.h"
@@ -159,6 +163,88 @@ TEST(FullyShardMemory, BackwardHasMemoryOfThreeBlocks) {
       loss.backward();
       EXPECT_LE(memory_stats()->peak() - before,
                 2 * sizes.parts + 3 * sizes.block + sizes.root + activations + kSlack);
+    });
+  }
+}
+
+// Its weights' gradients come in the reverse of their order.
+struct Weighted : nn::Module<Weighted> {
+  explicit Weighted(const std::vector<int64_t>& sizes) {
+    for (const int64_t size : sizes) {
+      weights.push_back(&parameter("w" + std::to_string(weights.size()),
+                                   tessera::full({size}, 1 / static_cast<double>(size))));
+    }
+  }
+  Tensor forward(const Tensor& x) {
+    Tensor y = x;
+    for (const Tensor* weight : weights) {
+      const Tensor factor = weight->sum();
+      if (factor.requires_grad()) {
+        register_hook(factor, [this](const Tensor&) {
+          before_gradient();
+          return Tensor();
+        });
+      }
+      y = y * factor;
+    }
+    return y;
+  }
+  std::vector<const Tensor*> weights;
+  std::function<void()> before_gradient = [] {};
+};
+struct WeightedPair : nn::Module<WeightedPair> {
+  explicit WeightedPair(const std::vector<int64_t>& sizes)
+      : l0(add<nn::Linear>("l0", 8, 8)), l1(add<Weighted>("l1", sizes)) {}
+  Tensor forward(const Tensor& x) { return l1(l0(x)); }
+  nn::Linear& l0;
+  Weighted& l1;
+};
+
+// see [Note: three units]
+TEST(FullyShardMemory, BackwardAsksForTheNextUnitWhenAQuarterOfTheElementsHasGradients) {
+  const struct {
+    std::vector<int64_t> sizes;
+    int gradients;    // that have come when the next unit's weights are asked for
+    int frozen = -1;  // the place of a weight that gets none
+  } rows[] = {
+      {{8, 8, 8, 8}, 1},
+      {{8, 8, 8, 8, 8}, 2},
+      {{8, 8, 8, 8, 8, 8, 8, 8}, 2},
+      {{16, 4, 4, 8}, 1},
+      {{16, 8, 4, 4}, 2},
+      {{24, 8}, 1},
+      {{8, 24}, 1},
+      {{24, 4, 4}, 2},
+      // One weight is more than three quarters: at once.
+      {{25, 8}, 0},
+      {{8, 25}, 0},
+      {{8}, 0},
+      {{8, 8, 64, 8, 8}, 1, 2},
+      {{8, 8, 8, 8, 8, 8, 8, 8, 64}, 2, 8},
+  };
+  for (const auto& row : rows) {
+    SCOPED_TRACE(::testing::PrintToString(row.sizes));
+    on_ranks(2, [&](int rank) {
+      WeightedPair model(row.sizes);
+      if (row.frozen >= 0) {
+        model.l1.weights[static_cast<size_t>(row.frozen)]->set_requires_grad(false);
+      }
+      Mesh mesh(world());
+      const auto parallel = shard_in(Way::kFully, model, mesh);
+      for (int step = 0; step < 2; ++step) {
+        model.zero_grad();
+        const CommTrace::Scope scope(*rank_context().trace);
+        const auto gathers = [&] {
+          return std::ranges::count(unit_events(scope.records()), "G unit l0");
+        };
+        int gradients = 0;
+        const Tensor loss = loss_of(model, rank);
+        const auto before = gathers();
+        model.l1.before_gradient = [&] { gradients += gathers() == before ? 1 : 0; };
+        loss.backward();
+        EXPECT_EQ(gradients, row.gradients);
+        EXPECT_EQ(gathers(), before + 1);
+      }
     });
   }
 }
