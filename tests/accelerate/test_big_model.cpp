@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -293,7 +294,18 @@ TEST(BigModel, OnlyPagesOfFilesAreEverDropped) {
   const MappedFile file(path, FileAccess::kCopyOnWrite);
   EXPECT_TRUE(are_file_pages(file.bytes()));
   EXPECT_TRUE(are_file_pages(file.bytes().subspan(100, 5000)));
-  EXPECT_FALSE(are_file_pages({file.bytes().data(), file.size() + (1 << 20)}));
+  // With a page behind it that is no file's; behind `file` there may be another one.
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t bytes = 3 << 12;
+  void* const room = mmap(nullptr, bytes + page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(room, MAP_FAILED);
+  const int descriptor = open(path.c_str(), O_RDONLY);
+  ASSERT_EQ(mmap(room, bytes, PROT_READ, MAP_PRIVATE | MAP_FIXED, descriptor, 0), room);
+  close(descriptor);
+  const auto* const begin = static_cast<const std::byte*>(room);
+  EXPECT_TRUE(are_file_pages({begin, bytes}));
+  EXPECT_FALSE(are_file_pages({begin, bytes + 1}));
+  munmap(room, bytes + page);
   drop_file_pages(file.bytes());
   EXPECT_EQ(file.text()[5000], 'x');
 }
