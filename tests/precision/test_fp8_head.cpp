@@ -75,6 +75,7 @@ Outcome run(const Fp8Recipe& recipe, int64_t chunk, double up, Reduction reducti
   }
   const Tensor loss = head.loss(x, target, chunk, reduction);
   EXPECT_EQ(loss.dtype(), kF32);
+  EXPECT_EQ(loss.shape(), Shape());
   loss.backward(full({}, up));
   Outcome outcome{.loss = loss.item(),
                   .grad_x = x.grad().to_vector(),
