@@ -74,8 +74,9 @@ class StagedModel {
   // `mesh`: has an axis "pp", along which stage s is on coordinate s % ranks; null: one rank has all
   // stages, and parameters stay as they are. Frees the memory of parameters of other ranks. The
   // model outlives it. ConfigError for cuts that the model lacks, that are not in its order or whose
-  // number does not fit, for parameters that are divided already, and for sharding over a mesh in
-  // which "dp_shard" does not follow "pp". Collective if it shards.
+  // number does not fit, for parameters that are divided already but by parallelize_module() along
+  // "tp" of the same mesh, and for sharding over a mesh in which "dp_shard" does not follow "pp".
+  // UnsupportedError for parts along "tp" that differ in size. Collective.
   StagedModel(nn::ModuleBase& model, Mesh* mesh, const StagingOptions& options);
   ~StagedModel();
   StagedModel(const StagedModel&) = delete;
