@@ -747,8 +747,8 @@ struct AttentionOptions {
   // starts[b][t] .. ends[b][t] - 1, and none where these are equal. Without starts keys begin at 0;
   // without ends a query sees no key behind its own place t. What is not seen is skipped, so that
   // packed documents (nn/transformer/documents.h), windows and prefixes cost what their queries
-  // see. An IndexError unless 0 <= start <= end <= S, and start <= t where ends are absent; an
-  // UnsupportedError on a GPU, which has no kernels for them yet.
+  // see (on a GPU by tiles of 64). An IndexError unless 0 <= start <= end <= S, and start <= t where
+  // ends are absent; for bounds on a GPU at its next synchronization.
   Tensor starts = {}, ends = {};
   double dropout = 0;
   bool causal = false;

@@ -66,10 +66,15 @@ Tensor kept_by_library(const Case& c, const RandomStream& stream = {5, 7}) {
   return mul(gt(cat(columns, 3), 0).to(kF32), 1 / (1 - c.dropout));
 }
 
+struct Ranges {
+  Tensor starts = {}, ends = {};
+};
+
 // Forward and backward with a gradient that is dense, or as a sum over everything gives it. `kept`:
 // dropout as kept_by_library() has it.
 Outcome run(const Case& c, const Device& device, DType compute, bool dense_gradient,
-            const Tensor& mask = {}, const Tensor& lengths = {}, const Tensor& kept = {}) {
+            const Tensor& mask = {}, const Tensor& lengths = {}, const Tensor& kept = {},
+            const Ranges& ranges = {}) {
   manual_seed(11);
   const auto leaf = [&](int64_t heads, int64_t rows, int64_t width) {
     // [B, rows, heads, width] in memory, as linear layers give it
@@ -82,6 +87,8 @@ Outcome run(const Case& c, const Device& device, DType compute, bool dense_gradi
   options.stream = RandomStream{5, 7};
   if (mask.defined()) options.mask = mask.to(device);
   if (lengths.defined()) options.lengths = lengths.to(device);
+  if (ranges.starts.defined()) options.starts = ranges.starts.to(device);
+  if (ranges.ends.defined()) options.ends = ranges.ends.to(device);
   if (kept.defined()) options.dropout = 0;
   const Tensor ones = kept.defined() ? identity(c.B, c.Hk, c.S, 0, c.S) : v;
   Tensor y = scaled_dot_product_attention(q, k, ones, options);
@@ -180,6 +187,97 @@ TEST_F(AttentionTiles, PassOverThePaddingOfASample) {
   }
 }
 
+// [B, T] by a function of sample and query.
+template <class F>
+Tensor bounds_of(const Case& c, F&& f) {
+  std::vector<double> values;
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t t = 0; t < c.T; ++t) values.push_back(static_cast<double>(f(b, t)));
+  }
+  return tensor(values, {c.B, c.T}, kI32);
+}
+
+struct RangedCase {
+  Case c;
+  Ranges ranges;
+};
+// Documents, windows, a prefix, and queries without keys; tiles in which some see nothing, and such
+// as nobody looks into.
+std::vector<RangedCase> ranged_cases(DType dtype) {
+  std::vector<RangedCase> result;
+  const std::vector<int64_t> edges{0, 40, 41, 48, 130, 190};
+  const auto document = [&edges](int64_t t) {
+    return std::upper_bound(edges.begin(), edges.end(), t) - edges.begin() - 1;
+  };
+  const auto first = [&](int64_t b, int64_t t) {
+    return b == 0 ? edges[document(t)] : t / 64 * 64;
+  };
+  const auto last = [&](int64_t b, int64_t t) {
+    return b == 0 ? edges[document(t) + 1] : std::min<int64_t>(t / 64 * 64 + 64, 190);
+  };
+  Case c{"causal documents", 2, 2, 1, 190, 190, 16, 16, dtype, true};
+  result.push_back({c, {bounds_of(c, first), {}}});
+  c = {"documents", 2, 1, 1, 190, 190, 16, 8, dtype};
+  result.push_back({c, {bounds_of(c, first), bounds_of(c, last)}});
+  c = {"a window, dropout", 1, 2, 2, 200, 200, 16, 16, dtype, true, 0.3};
+  result.push_back(
+      {c, {bounds_of(c, [](int64_t, int64_t t) { return std::max<int64_t>(t - 9, 0); }), {}}});
+  c = {"a prefix", 2, 1, 1, 70, 150, 16, 16, dtype};
+  result.push_back({c, {{}, bounds_of(c, [](int64_t b, int64_t t) { return 60 * b + t + 1; })}});
+  c = {"nothing for some", 1, 1, 1, 140, 260, 16, 16, dtype};
+  const auto is_blind = [](int64_t t) { return t < 64 || (t >= 70 && t < 80); };
+  result.push_back(
+      {c,
+       {bounds_of(c, [&](int64_t, int64_t t) { return is_blind(t) ? 7 : 130; }),
+        bounds_of(c, [&](int64_t, int64_t t) { return is_blind(t) ? 7 : 131 + t / 2; })}});
+  c = {"fewer keys than queries", 1, 1, 1, 100, 66, 16, 16, dtype, true};
+  result.push_back(
+      {c,
+       {bounds_of(c, [](int64_t, int64_t t) { return std::clamp<int64_t>(t - 5, 0, 66); }), {}}});
+  c = {"one query", 3, 2, 1, 1, 90, 16, 16, dtype};
+  result.push_back({c,
+                    {bounds_of(c, [](int64_t b, int64_t) { return 30 * b; }),
+                     bounds_of(c, [](int64_t b, int64_t) { return 30 * b + 29; })}});
+  return result;
+}
+
+TEST_F(AttentionTiles, SeeTheKeysFromStartsToEnds) {
+  for (const DType dtype : {kF32, kF64}) {
+    for (const auto& [c, ranges] : ranged_cases(dtype)) {
+      expect_near(run(c, kGpu, dtype, true, {}, {}, {}, ranges),
+                  run(c, kCpu, dtype, true, {}, {}, {}, ranges), 64 * epsilon_of(dtype), c.name);
+    }
+  }
+}
+
+// What a tile holds that no query of another sees is not read, nor are queries that do not see a
+// tile of keys: NaN would come through 0 * NaN. It spoils its tile and the next, and what these see.
+void expect_that_unseen_tiles_are_skipped(DType dtype) {
+  constexpr int64_t kT = 320, kNan = 5;
+  const Tensor place = arange(0, kT, 1, kI64);
+  const auto bounds = [&](const Tensor& keys) {
+    return clamp(keys, 0, kT).to(kI32).view({1, kT}).to(kGpu);
+  };
+  for (const bool causal : {true, false}) {
+    const auto leaf = [&](uint64_t stream) {
+      Tensor x = randn({1, 1, kT, 16}, {}, RandomStream{3, stream});
+      x.narrow(2, kNan, 1).fill_(NAN);
+      return x.to(dtype).to(kGpu).set_requires_grad();
+    };
+    const Tensor q = leaf(1), k = leaf(2), v = leaf(3), up = leaf(4).detach();
+    AttentionOptions options{.starts = bounds(sub(place, 20))};
+    if (!causal) options.ends = bounds(add(place, 20));
+    const Tensor y = scaled_dot_product_attention(q, k, v, options);
+    backward(sum(mul(y, up)));
+    for (const Tensor& x : {y.detach(), q.grad(), k.grad(), v.grad()}) {
+      const Tensor by_row = isfinite(x.to(kCpu).to(kF32)).all(-1).view({kT});
+      EXPECT_FALSE(by_row[kNan].item<bool>());
+      EXPECT_TRUE(all(by_row.narrow(0, 192, kT - 192)).item<bool>()) << causal;
+    }
+  }
+}
+TEST_F(AttentionTiles, SkipTilesThatNoQuerySees) { expect_that_unseen_tiles_are_skipped(kF32); }
+
 TEST_F(AttentionTiles, TakeHeadsOf16BitsThatAreWiderThanTensorCoresDo) {
   for (const Case& c : {Case{"wide values", 1, 1, 1, 9, 70, 16, 136, kBF16},
                         Case{"wide keys", 1, 1, 1, 66, 9, 136, 16, kF16, true}}) {
@@ -226,6 +324,19 @@ TEST_F(AttentionTensorCores, HaveTheValuesOfTheCpuOverSeveralTilesAndWidths) {
     expect_near(run(c, kGpu, c.dtype, true, {}, of_samples), expected, 4 * epsilon_of(c.dtype),
                 c.name);
   }
+}
+
+TEST_F(AttentionTensorCores, SeeTheKeysFromStartsToEnds) {
+  for (const DType dtype : {kBF16, kF16}) {
+    for (const auto& [c, ranges] : ranged_cases(dtype)) {
+      expect_near(run(c, kGpu, dtype, true, {}, {}, {}, ranges),
+                  run(c, kCpu, kF32, true, {}, {}, {}, ranges), 4 * epsilon_of(dtype), c.name);
+    }
+  }
+}
+
+TEST_F(AttentionTensorCores, SkipTilesThatNoQuerySees) {
+  expect_that_unseen_tiles_are_skipped(kBF16);
 }
 
 TEST_F(AttentionTensorCores, DrawDropoutByThePlaceOfAPart) {
@@ -608,6 +719,33 @@ TEST_F(AttentionLibrary, LengthsThatDoNotFitAreErrorsWhereTheDeviceIsWaitedFor) 
       EXPECT_THROW(run(c, kGpu, kBF16, true, {}, lengths), IndexError) << wrong;
       EXPECT_NO_THROW(gpu::synchronize(0)) << "told once";
     }
+  }
+}
+
+TEST_F(AttentionLibrary, IsNotAskedForRangesOfKeys) {
+  for (const auto& [c, ranges] : ranged_cases(kBF16)) {
+    expect_near(run(c, kGpu, kBF16, true, {}, {}, {}, ranges),
+                run(c, kCpu, kF32, true, {}, {}, {}, ranges), 4 * epsilon_of(kBF16), c.name);
+    expect_ran("", c.name);
+  }
+}
+
+TEST_F(AttentionLibrary, RangesThatDoNotFitAreErrorsWhereTheDeviceIsWaitedFor) {
+  const Case c{"wrong", 2, 1, 1, 3, 3, 8, 8, kBF16};
+  const auto rows = [](const std::vector<double>& values) {
+    return values.empty() ? Tensor() : tensor(values, {2, 3}, kI32);
+  };
+  const std::pair<std::vector<double>, std::vector<double>> wrong[] = {
+      {{0, 0, 0, 0, 2, 2}, {}},                  // points ahead
+      {{0, -1, 0, 0, 0, 0}, {}},                 // before the first key
+      {{0, 0, 0, 0, 0, 0}, {3, 3, 3, 3, 4, 3}},  // beyond the last
+      {{0, 0, 2, 0, 0, 0}, {3, 3, 1, 3, 3, 3}},  // ends before it starts
+      {{0, 0, 4, 0, 0, 0}, {3, 3, 4, 3, 3, 3}},  // starts beyond the last
+      {{}, {3, 3, 3, 3, -1, 3}},
+  };
+  for (const auto& [starts, ends] : wrong) {
+    EXPECT_THROW(run(c, kGpu, kBF16, true, {}, {}, {}, {rows(starts), rows(ends)}), IndexError);
+    EXPECT_NO_THROW(gpu::synchronize(0)) << "told once";
   }
 }
 

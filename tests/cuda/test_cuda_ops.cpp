@@ -75,13 +75,6 @@ TEST_P(CudaOps, GiveTheValuesAndGradientsOfTheCpu) {
     } else {
       check();
     }
-    if (mentions(sample.attrs, "packed")) {  // no kernel of a GPU has them yet
-      ASSERT_FALSE(complaints.empty());
-      for (const std::string& complaint : complaints) {
-        EXPECT_TRUE(mentions(complaint, "starts and ends are for the CPU")) << complaint;
-      }
-      continue;
-    }
     for (const std::string& complaint : complaints) ADD_FAILURE() << complaint;
     for (const gpu::emulation::CountedTraffic& launch : launches) check_traffic(launch);
   }

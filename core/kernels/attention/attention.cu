@@ -1,5 +1,5 @@
 // Attention on a GPU: cuDNN where it serves the problem, else tensor cores (attention_tensor.cu)
-// for f16 and bf16, else the tiles below, for any mask, dropout, grouped heads, width and dtype.
+// for f16 and bf16, else the tiles below, for any mask, range of keys, dropout, grouped heads, width and dtype.
 //
 // Method: Dao, "FlashAttention-2" (2023). A block holds 64 rows of queries and walks over tiles of
 // 64 keys: the scores of a pair of tiles exist in registers and shared memory only. A running
@@ -25,7 +25,7 @@ namespace {
 
 // A block of 256 threads owns 64 rows; thread (ty, tx) of 16 x 16 has rows 4 ty + i and columns
 // tx + 16 j of what it calculates.
-constexpr int kTile = 64, kSide = 16, kEach = kTile / kSide, kBlock = kSide * kSide;
+constexpr int kTile = kAttentionTile, kSide = 16, kEach = kTile / kSide, kBlock = kSide * kSide;
 constexpr int kInner = 32;         // columns (rows) of operands in shared memory at a time
 constexpr int kPitch = kTile + 1;  // no two rows of a tile begin in one bank
 constexpr int kWeights = kTile * kPitch, kOperands = 2 * kInner * kPitch;
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kBlock)
   TS_SHARED(Drawing, drawing, 1);
   settle<Panels>(p, drawing);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
-  const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
+  const auto [b, h, t0] = place_of(p.H, p.T, p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
   const int64_t S = p.keys_of(b);
   const Matrix<T> q = head_of(query, b, h, p.T, p.E), k = head_of(key, b, h / p.group, S, p.E);
@@ -239,17 +239,18 @@ __global__ void __launch_bounds__(kBlock)
     TS_UNROLL
     for (int j = 0; j < kEach * Panels; ++j) sums[i][j] = A(0);
   }
-  const int64_t end = p.causal && t0 + kTile < S ? t0 + kTile : S;
-  for (int64_t s0 = 0; s0 < end; s0 += kTile) {
+  const SeenKeys walk = p.seen_by_tile(b, t0, S);
+  for (int64_t s0 = walk.begin; s0 < walk.end; s0 += kTile) {
     A scores[kEach][kEach];
     multiply_rows(q, t0, k, s0, operands, scores);
     TS_UNROLL
     for (int i = 0; i < kEach; ++i) {
       const int64_t t = t0 + ty * kEach + i;
+      const SeenKeys seen = p.seen_by(b, t, S);
       A above = largest[i];
       TS_UNROLL
       for (int j = 0; j < kEach; ++j) {
-        scores[i][j] = score_of(p, scores[i][j], S, b, h, t, s0 + tx + j * kSide);
+        scores[i][j] = score_of(p, scores[i][j], seen, b, h, t, s0 + tx + j * kSide);
         above = gpu::Larger{}(above, scores[i][j]);
       }
       above = row_reduce(above, gpu::Larger{});
@@ -314,7 +315,7 @@ __global__ void __launch_bounds__(kBlock)
   TS_SHARED(Drawing, drawing, 1);
   settle<Panels>(p, drawing);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
-  const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
+  const auto [b, h, t0] = place_of(p.H, p.T, p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
   const int64_t S = p.keys_of(b);
   const Matrix<T> q = head_of(g.query, b, h, p.T, p.E);
@@ -330,17 +331,19 @@ __global__ void __launch_bounds__(kBlock)
     TS_UNROLL
     for (int j = 0; j < kEach * Panels; ++j) sums[i][j] = A(0);
   }
-  const int64_t end = p.causal && t0 + kTile < S ? t0 + kTile : S;
-  for (int64_t s0 = 0; s0 < end; s0 += kTile) {
+  const SeenKeys walk = p.seen_by_tile(b, t0, S);
+  for (int64_t s0 = walk.begin; s0 < walk.end; s0 += kTile) {
     A scores[kEach][kEach], grads[kEach][kEach];
     multiply_rows(q, t0, k, s0, operands, scores);
     multiply_rows(dy, t0, v, s0, operands, grads);
     TS_UNROLL
     for (int i = 0; i < kEach; ++i) {
+      const int64_t t = t0 + ty * kEach + i;
+      const SeenKeys seen = p.seen_by(b, t, S);
       TS_UNROLL
       for (int j = 0; j < kEach; ++j) {
-        const int64_t t = t0 + ty * kEach + i, s = s0 + tx + j * kSide;
-        const A weight = math::exp(score_of(p, scores[i][j], S, b, h, t, s) - log_sum[i]);
+        const int64_t s = s0 + tx + j * kSide;
+        const A weight = math::exp(score_of(p, scores[i][j], seen, b, h, t, s) - log_sum[i]);
         if (p.dropout > 0 && weight != A(0)) grads[i][j] *= kept<A>(p, b, h, t, s, drawing);
         grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] - delta[i]);
       }
@@ -367,7 +370,7 @@ __global__ void __launch_bounds__(kBlock)
   settle<Panels>(p, drawing);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const int64_t Hk = p.H / p.group;
-  const auto [b, hk, s0] = place_of<kTile>(Hk, p.S, false);
+  const auto [b, hk, s0] = place_of(Hk, p.S, false);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
   const int64_t S = p.keys_of(b);
   const Matrix<T> k = head_of(g.key, b, hk, S, p.E), v = head_of(g.value, b, hk, S, p.Ev);
@@ -382,6 +385,7 @@ __global__ void __launch_bounds__(kBlock)
     const Matrix<T> q = head_of(g.query, b, h, p.T, p.E);
     const Matrix<T> dy = head_of(g.grad_output, b, h, p.T, p.Ev);
     for (int64_t t0 = p.causal ? s0 : 0; t0 < p.T; t0 += kTile) {
+      if (!p.tile_sees(b, t0, s0)) continue;
       A scores[kEach][kEach], grads[kEach][kEach];
       multiply_rows(k, s0, q, t0, operands, scores);
       multiply_rows(v, s0, dy, t0, operands, grads);
@@ -389,13 +393,24 @@ __global__ void __launch_bounds__(kBlock)
       for (int j = 0; j < kEach; ++j) {
         const int64_t t = t0 + tx + j * kSide, row = (b * p.H + h) * p.T + t;
         const A log_sum = t < p.T ? g.log_sums[row] : A(0), delta = t < p.T ? g.deltas[row] : A(0);
+        const SeenKeys seen = p.seen_at_most(t, S);
         TS_UNROLL
         for (int i = 0; i < kEach; ++i) {
           const int64_t s = s0 + ty * kEach + i;
-          const A weight = math::exp(score_of(p, scores[i][j], S, b, h, t, s) - log_sum);
+          const A weight = math::exp(score_of(p, scores[i][j], seen, b, h, t, s) - log_sum);
           const A keep = p.dropout > 0 && weight != A(0) ? kept<A>(p, b, h, t, s, drawing) : A(1);
           grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] * keep - delta);
           scores[i][j] = weight * keep;
+        }
+      }
+      if (p.ranges != nullptr) {  // apart from the loop above, whose registers are all taken
+        TS_UNROLL
+        for (int j = 0; j < kEach; ++j) {
+          const SeenKeys seen = p.seen_by(b, t0 + tx + j * kSide, S);
+          TS_UNROLL
+          for (int i = 0; i < kEach; ++i) {
+            if (!seen.has(s0 + ty * kEach + i)) scores[i][j] = grads[i][j] = A(0);
+          }
         }
       }
       __syncthreads();
@@ -439,7 +454,7 @@ __global__ void prepare_lengths_kernel(const Length* lengths, int32_t* prepared,
   prepared[B + b] = static_cast<int32_t>(fits ? length : S);
 }
 
-// Undefined where the problem has no lengths. To be held until its kernels are queued.
+// Undefined where the problem has no lengths.
 Tensor prepare_lengths(const Tensor& query, const Tensor& key, const AttentionSpec& spec) {
   if (!spec.lengths.defined()) return {};
   const int64_t B = query.size(0);
@@ -453,6 +468,75 @@ Tensor prepare_lengths(const Tensor& query, const Tensor& key, const AttentionSp
   };
   lengths.dtype() == kI64 ? run.operator()<int64_t>() : run.operator()<int32_t>();
   return prepared;
+}
+
+struct Bounds {
+  const int32_t *starts, *ends;  // [B, T], or nullptr
+  const char *starts_op, *ends_op;
+  gpu::DeviceErrorWord* errors;
+};
+
+// ranges: [B, T]; tiles: [B, tiles]. A warp for each tile. What does not fit is reported, and such
+// a query sees nothing.
+__global__ void prepare_ranges_kernel(const Bounds bounds, KeyRange* ranges, KeyRange* tiles,
+                                      int64_t B, int64_t T, int64_t S) {
+  const int64_t count = (T + kTile - 1) / kTile;
+  const int64_t tile = gpu::first_index() / gpu::kWarp;
+  if (tile >= B * count) return;
+  const int64_t b = tile / count, t0 = tile % count * kTile;
+  const auto report = [&](const char* op, int64_t position, int64_t value, int64_t low,
+                          int64_t high) {
+    if (atomicCAS(&bounds.errors->found, 0, 1) != 0) return;
+    *bounds.errors = {1, op, position, value, low, high};
+  };
+  int64_t left = 0, last = 0;  // keys from the first that is seen on; the end of the last
+  for (int64_t t = t0 + threadIdx.x % gpu::kWarp; t < t0 + kTile && t < T; t += gpu::kWarp) {
+    const int64_t at = b * T + t, causal_end = t + 1 < S ? t + 1 : S;
+    const int64_t start = bounds.starts != nullptr ? bounds.starts[at] : 0;
+    const int64_t end = bounds.ends != nullptr ? bounds.ends[at] : causal_end;
+    const int64_t highest = bounds.ends != nullptr ? S : t;
+    KeyRange range{0, 0};
+    if (start < 0 || start > highest) {
+      report(bounds.starts_op, at, start, 0, highest + 1);
+    } else if (bounds.ends != nullptr && (end < start || end > S)) {
+      report(bounds.ends_op, at, end, start, S + 1);
+    } else if (start < end) {
+      range = {static_cast<int32_t>(start), static_cast<int32_t>(end)};
+      left = gpu::Larger{}(left, S - start);
+      last = gpu::Larger{}(last, end);
+    }
+    ranges[at] = range;
+  }
+  left = gpu::warp_reduce(left, gpu::Larger{});
+  last = gpu::warp_reduce(last, gpu::Larger{});
+  if (threadIdx.x % gpu::kWarp != 0) return;
+  tiles[tile] = {static_cast<int32_t>(last > 0 ? S - left : 0), static_cast<int32_t>(last)};
+}
+
+bool has_ranges(const AttentionSpec& spec) { return spec.starts.defined() || spec.ends.defined(); }
+
+// Undefined where the problem has no ranges.
+Tensor prepare_ranges(const Tensor& query, const Tensor& key, const AttentionSpec& spec) {
+  const int64_t B = query.size(0), T = query.size(2), tiles = B * attention_tiles(T);
+  if (!has_ranges(spec) || tiles == 0) return {};
+  const Tensor prepared = raw::empty({B * T + tiles, 2}, kI32, query.device());
+  auto* const ranges = static_cast<KeyRange*>(prepared.data());
+  const Tensor starts = spec.starts.defined() ? contiguous(spec.starts) : Tensor();
+  const Tensor ends = spec.ends.defined() ? contiguous(spec.ends) : Tensor();
+  const auto at = [](const Tensor& x) { return x.defined() ? x.data_as<int32_t>() : nullptr; };
+  gpu::launch({.name = "attention_ranges",
+               .grid = gpu::blocks(tiles, kBlock / gpu::kWarp),
+               .block = kBlock,
+               .traffic = {B * T * 4 * (starts.defined() + ends.defined()), (B * T + tiles) * 8}},
+              prepare_ranges_kernel,
+              Bounds{at(starts), at(ends), "scaled_dot_product_attention (starts)",
+                     "scaled_dot_product_attention (ends)", gpu::device_error_word()},
+              ranges, ranges + B * T, B, T, key.size(2));
+  return prepared;
+}
+
+PreparedKeys prepare_keys(const Tensor& query, const Tensor& key, const AttentionSpec& spec) {
+  return {prepare_lengths(query, key, spec), prepare_ranges(query, key, spec)};
 }
 
 // Blocks for `pairs` of sample and head, and panels of `columns`.
@@ -480,9 +564,9 @@ void dispatch_panels(const TiledAttention& p, DType dtype, int64_t columns, cons
 }
 
 void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& value,
-                        const Tensor& lengths, const AttentionSpec& spec,
+                        const PreparedKeys& keys, const AttentionSpec& spec,
                         const AttentionResult& result) {
-  const TiledAttention p = problem_of(query, key, value, lengths, spec);
+  const TiledAttention p = problem_of(query, key, value, keys, spec);
   if (runs_on_tensor_cores(p, query.dtype())) {
     return attention_on_tensor_cores(p, query, key, value, result);
   }
@@ -500,7 +584,8 @@ bool is_for_own_kernels(const Tensor& query) { return query.size(2) == 1; }
 
 void count_by_library(const AttentionSpec& spec, bool by_library) {
   if (!spec.policy.library) return;
-  gpu::count_graph("scaled_dot_product_attention", by_library, [] {
+  gpu::count_graph("scaled_dot_product_attention", by_library, [&spec]() -> std::string {
+    if (has_ranges(spec)) return "starts and ends are for own kernels, which skip what they hide";
     return gpu::graph_library_version() == 0
                ? gpu::graph_library()
                : "cuDNN has no graph of these operands, or the policy asks for more";
@@ -515,13 +600,14 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
       raw::transpose(raw::empty({B, T, H, Ev}, query.dtype(), query.device()), 1, 2),
       raw::empty({B, H, T}, compute, query.device())};
   if (B * H * T == 0) return result;
-  const Tensor lengths = prepare_lengths(query, key, spec);
+  const PreparedKeys keys = prepare_keys(query, key, spec);
   if (!is_for_own_kernels(query)) {
-    const bool by_library = attention_by_library(query, key, value, lengths, spec, result);
+    const bool by_library =
+        !has_ranges(spec) && attention_by_library(query, key, value, keys.lengths, spec, result);
     count_by_library(spec, by_library);
     if (by_library) return result;
   }
-  attention_by_tiles(query, key, value, lengths, spec, result);
+  attention_by_tiles(query, key, value, keys, spec, result);
   return result;
 }
 
@@ -530,12 +616,13 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
                              const AttentionSpec& spec, const Tensor& grad_query,
                              const Tensor& grad_key, const Tensor& grad_value) {
   const int64_t B = query.size(0), Hk = key.size(1);
-  const Tensor lengths = B > 0 ? prepare_lengths(query, key, spec) : Tensor();
-  const TiledAttention p = problem_of(query, key, value, lengths, spec);
+  const PreparedKeys keys = B > 0 ? prepare_keys(query, key, spec) : PreparedKeys();
+  const TiledAttention p = problem_of(query, key, value, keys, spec);
   const int64_t rows = B * p.H * p.T;
   if (rows > 0 && B * Hk * p.S > 0 && !is_for_own_kernels(query)) {
     const bool by_library =
-        attention_backward_by_library(grad_output, query, key, value, lengths, spec,
+        !has_ranges(spec) &&
+        attention_backward_by_library(grad_output, query, key, value, keys.lengths, spec,
                                       {output, log_sums}, {grad_query, grad_key, grad_value});
     count_by_library(spec, by_library);
     if (by_library) return;

@@ -16,7 +16,7 @@
 // On a GPU cuDNN runs it where it can, with probabilities rounded to the operands' dtype and,
 // unless the policy says otherwise, other dropout numbers and an order of sums in backward that
 // changes; else own tiles do, whose bits depend on the operands alone. A single query is theirs
-// too.
+// too, and ranges of keys are, whose tiles that no query sees they skip.
 #pragma once
 
 #include <tessera/core/random.h>

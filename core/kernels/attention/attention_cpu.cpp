@@ -121,17 +121,11 @@ class Tasks {
   int64_t count_ = 0, bytes_ = 0;
 };
 
-void refuse_bounds_on_gpu(const AttentionSpec& spec) {
-  TS_CHECK_AS(UnsupportedError, !spec.starts.defined() && !spec.ends.defined(),
-              "scaled_dot_product_attention", "starts and ends are for the CPU; give a mask");
-}
-
 }  // namespace
 
 AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& value,
                           const AttentionSpec& spec) {
   if (query.device().is_cuda()) {
-    refuse_bounds_on_gpu(spec);
     return on_cuda<kernels::attention>("scaled_dot_product_attention", query.device(), query, key,
                                        value, spec);
   }
@@ -162,7 +156,6 @@ void attention_backward(const Tensor& grad_output, const Tensor& query, const Te
                         const AttentionSpec& spec, const Tensor& grad_query, const Tensor& grad_key,
                         const Tensor& grad_value) {
   if (query.device().is_cuda()) {
-    refuse_bounds_on_gpu(spec);
     return on_cuda<kernels::attention_backward>("attention", query.device(), grad_output, query,
                                                 key, value, output, log_sums, spec, grad_query,
                                                 grad_key, grad_value);

@@ -23,7 +23,7 @@ namespace {
 
 namespace wmma = nvcuda::wmma;
 
-constexpr int kFragment = 16, kTile = 64, kWarps = kTile / kFragment;
+constexpr int kFragment = 16, kTile = kAttentionTile, kWarps = kTile / kFragment;
 constexpr int kBlock = kWarps * gpu::kWarp;
 constexpr int kAcross = kTile / kFragment;  // fragments of a warp's scores
 constexpr int kWidth = 8;                   // elements of 16 bytes
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kBlock)
       reinterpret_cast<float*>(v_tile + kOperand<W>) + warp * (kScores + kFragment);
   float* const factors = scores + kScores;  // of the warp's rows
   T* const weights = reinterpret_cast<T*>(scores);
-  const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
+  const auto [b, h, t0] = place_of(p.H, p.T, p.causal);
   const int row = lane / kLanes, part = lane % kLanes;
   const int64_t t = t0 + warp * kFragment + row, S = p.keys_of(b);
   const Matrix<T> k = head_of(key, b, h / p.group, S, p.E);
@@ -261,8 +261,8 @@ __global__ void __launch_bounds__(kBlock)
   const bool drops = p.dropout > 0;
   const auto kept_scale = static_cast<float>(p.kept_scale);
   float largest = kNone, total = 0;
-  const int64_t end = p.causal && t0 + kTile < S ? t0 + kTile : S;
-  for (int64_t s0 = 0; s0 < end; s0 += kTile) {
+  const SeenKeys seen = p.seen_by(b, t, S), walk = p.seen_by_tile(b, t0, S);
+  for (int64_t s0 = walk.begin; s0 < walk.end; s0 += kTile) {
     __syncthreads();  // the tiles before were read
     load_tile<W>(k, s0, k_tile);
     load_tile<W>(v, s0, v_tile);
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kBlock)
     TS_UNROLL
     for (int j = 0; j < kEach; ++j) {
       const int column = j * kLanes + part;
-      own[j] = score_of(p, scores[row * kScorePitch + column], S, b, h, t, s0 + column);
+      own[j] = score_of(p, scores[row * kScorePitch + column], seen, b, h, t, s0 + column);
       above = gpu::Larger{}(above, own[j]);
     }
     above = gpu::Larger{}(above, __shfl_xor_sync(gpu::kAllLanes, above, 1));
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kBlock)
   float* const scores = reinterpret_cast<float*>(v_tile + kOperand<W>) + warp * kOfWarp;
   float* const grads = scores + kScores;
   T* const weights = reinterpret_cast<T*>(scores);
-  const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
+  const auto [b, h, t0] = place_of(p.H, p.T, p.causal);
   const int row = lane / kLanes, part = lane % kLanes, first = warp * kFragment;
   const int64_t t = t0 + first + row, S = p.keys_of(b);
   const Matrix<T> k = head_of(g.key, b, h / p.group, S, p.E);
@@ -355,8 +355,8 @@ __global__ void __launch_bounds__(kBlock)
   Sums sums[W / kFragment];
   TS_UNROLL
   for (int n = 0; n < W / kFragment; ++n) wmma::fill_fragment(sums[n], 0.0f);
-  const int64_t end = p.causal && t0 + kTile < S ? t0 + kTile : S;
-  for (int64_t s0 = 0; s0 < end; s0 += kTile) {
+  const SeenKeys seen = p.seen_by(b, t, S), walk = p.seen_by_tile(b, t0, S);
+  for (int64_t s0 = walk.begin; s0 < walk.end; s0 += kTile) {
     __syncthreads();
     load_tile<W>(k, s0, k_tile);
     load_tile<W>(v, s0, v_tile);
@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kBlock)
     for (int j = 0; j < kEach; ++j) {
       const int column = j * kLanes + part, place = row * kScorePitch + column;
       const int64_t s = s0 + column;
-      const float weight = math::exp(score_of(p, scores[place], S, b, h, t, s) - log_sum);
+      const float weight = math::exp(score_of(p, scores[place], seen, b, h, t, s) - log_sum);
       float grad = grads[place];
       if (drops) grad *= kept.has(j) ? kept_scale : 0.0f;
       own[j] = weight == 0 ? 0.0f : weight * (grad - delta);
@@ -404,7 +404,7 @@ __global__ void __launch_bounds__(kBlock)
   float* const grads = scores + kScores;
   T *const weights = reinterpret_cast<T*>(grads), *const gradients = weights + kResult;
   const int64_t Hk = p.H / p.group;
-  const auto [b, hk, s0] = place_of<kTile>(Hk, p.S, false);
+  const auto [b, hk, s0] = place_of(Hk, p.S, false);
   const int row = lane / kLanes, part = lane % kLanes, first = warp * kFragment;
   const int64_t s = s0 + first + row, S = p.keys_of(b);
   load_tile<W>(head_of(g.key, b, hk, S, p.E), s0, k_tile);
@@ -422,6 +422,7 @@ __global__ void __launch_bounds__(kBlock)
     const Matrix<T> q = head_of(g.query, b, h, p.T, p.E);
     const Matrix<T> dy = head_of(g.grad_output, b, h, p.T, p.Ev);
     for (int64_t t0 = p.causal ? s0 : 0; t0 < p.T; t0 += kTile) {
+      if (!p.tile_sees(b, t0, s0)) continue;
       __syncthreads();
       load_tile<W>(q, t0, q_tile);
       load_tile<W>(dy, t0, dy_tile);
@@ -440,8 +441,8 @@ __global__ void __launch_bounds__(kBlock)
       for (int j = 0; j < kEach; ++j) {
         const int column = j * kLanes + part, place = row * kScorePitch + column;
         const int64_t t = t0 + column;
-        const float weight =
-            math::exp(score_of(p, scores[place], S, b, h, t, s) - log_sums[column]);
+        const float weight = math::exp(score_of(p, scores[place], p.seen_by(b, t, S), b, h, t, s) -
+                                       log_sums[column]);
         float keep = 1;
         if (drops) keep = kept.has(row, column) ? kept_scale : 0.0f;
         const float grad = weight == 0 ? 0.0f : weight * (grads[place] * keep - deltas[column]);

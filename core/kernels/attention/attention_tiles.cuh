@@ -7,6 +7,7 @@
 #include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/attention/attention.h>
+#include <tessera/core/kernels/attention/attention_head.h>
 #include <tessera/core/math.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/tensor.h>
@@ -38,6 +39,21 @@ TS_DEVICE int64_t number_of(const AttentionDraws& draws, int64_t S, int64_t b, i
   return (draws.first_row + (b * draws.heads + h) * draws.queries + t) * S + s;
 }
 
+// Rows of queries that a block owns, and of keys that it reads at a time.
+inline constexpr int kAttentionTile = 64;
+inline int64_t attention_tiles(int64_t rows) {
+  return (rows + kAttentionTile - 1) / kAttentionTile;
+}
+
+// From begin on, before end. Registers are scarce: numbers of keys and queries are below 2^31.
+struct SeenKeys {
+  int32_t begin, end;
+  TS_DEVICE bool has(int64_t s) const {
+    const auto key = static_cast<int32_t>(s);
+    return key >= begin && key < end;
+  }
+};
+
 struct TiledAttention {
   int64_t H, group, T, S, E, Ev;  // group: query heads of a key head
   double scale, dropout;
@@ -46,9 +62,38 @@ struct TiledAttention {
   DType mask_dtype;
   HeadsView<char> mask;    // its strides in bytes
   const int32_t* lengths;  // of each sample's keys, in [1, S]; nullptr: all have S
+  // The keys of each query, [B, T], and what a tile of queries sees between them, [B, tiles];
+  // nullptr: all keys, or the causal ones.
+  const KeyRange *ranges, *tile_ranges;
   MovableStream stream;
   AttentionDraws draws;
+
   TS_DEVICE int64_t keys_of(int64_t b) const { return lengths != nullptr ? lengths[b] : S; }
+  // Of the sample's `keys`, whatever the ranges.
+  TS_DEVICE SeenKeys seen_at_most(int64_t t, int64_t keys) const {
+    if (t >= T) return {0, 0};
+    return {0, static_cast<int32_t>(causal && t + 1 < keys ? t + 1 : keys)};
+  }
+  TS_DEVICE SeenKeys seen_by(int64_t b, int64_t t, int64_t keys) const {
+    if (ranges == nullptr || t >= T) return seen_at_most(t, keys);
+    const KeyRange range = ranges[b * T + t];
+    return {range.begin, range.end};
+  }
+  // What the queries from t0 on, a tile of them, see, from the beginning of a tile on.
+  TS_DEVICE SeenKeys seen_by_tile(int64_t b, int64_t t0, int64_t keys) const {
+    constexpr int kTile = kAttentionTile;
+    if (ranges == nullptr) {
+      return {0, static_cast<int32_t>(causal && t0 + kTile < keys ? t0 + kTile : keys)};
+    }
+    const KeyRange range = tile_ranges[b * ((T + kTile - 1) / kTile) + t0 / kTile];
+    return {range.begin / kTile * kTile, range.end};
+  }
+  // Whether one of these queries sees one of the keys from s0 on, a tile of them.
+  TS_DEVICE bool tile_sees(int64_t b, int64_t t0, int64_t s0) const {
+    if (ranges == nullptr) return true;
+    const SeenKeys seen = seen_by_tile(b, t0, S);
+    return seen.begin < s0 + kAttentionTile && s0 < seen.end;
+  }
 };
 
 template <class T>
@@ -58,11 +103,11 @@ struct TiledGradients {
   Compute<T>* deltas;          // (B, H, T): sum of dy y
 };
 
-// scale (q k) + mask, or -infinity where the query does not see the key. `keys`: of the sample.
+// scale (q k) + mask, or -infinity where the query does not see the key. `seen`: by query t.
 template <class A>
-TS_DEVICE A score_of(const TiledAttention& p, A product, int64_t keys, int64_t b, int64_t h,
+TS_DEVICE A score_of(const TiledAttention& p, A product, const SeenKeys& seen, int64_t b, int64_t h,
                      int64_t t, int64_t s) {
-  if (t >= p.T || s >= keys || (p.causal && s > t)) return -static_cast<A>(INFINITY);
+  if (!seen.has(s)) return -static_cast<A>(INFINITY);
   A added = 0;
   if (p.has_mask) {
     const char* const m = p.mask.at(b, h, t) + s * p.mask.column;
@@ -101,20 +146,27 @@ TS_DEVICE Matrix<T> head_of(const HeadsView<T>& x, int64_t b, int64_t h, int64_t
   return {data, x.row, x.column, rows, columns, x.vectors};
 }
 
-// Which rows a block owns, of tiles of kTile; the longest walks of a causal problem begin first.
+// Which rows a block owns; the longest walks of a causal problem begin first.
 struct TilePlace {
   int64_t b, h, row0;
 };
-template <int kTile>
 TS_DEVICE TilePlace place_of(int64_t heads, int64_t rows, bool last_first) {
-  const int64_t tiles = (rows + kTile - 1) / kTile;
+  const int64_t tiles = (rows + kAttentionTile - 1) / kAttentionTile;
   const int64_t tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
-  return {pair / heads, pair % heads, (last_first ? tiles - 1 - tile : tile) * kTile};
+  return {pair / heads, pair % heads, (last_first ? tiles - 1 - tile : tile) * kAttentionTile};
 }
 
-// `lengths`: as prepare_lengths() gives them.
+// What kernels read of a spec's bounds, made by one of their own; to be held until they are queued.
+struct PreparedKeys {
+  Tensor lengths;  // i32 [2, B]: queries and keys of each sample; or undefined
+  Tensor ranges;   // i32 [B T + B tiles, 2]: KeyRange of each query, then of each tile of queries
+};
+
 inline TiledAttention problem_of(const Tensor& query, const Tensor& key, const Tensor& value,
-                                 const Tensor& lengths, const AttentionSpec& spec) {
+                                 const PreparedKeys& keys, const AttentionSpec& spec) {
+  const int64_t queries = query.size(0) * query.size(2);
+  const KeyRange* const ranges =
+      keys.ranges.defined() ? static_cast<const KeyRange*>(keys.ranges.data()) : nullptr;
   TiledAttention p{
       .H = query.size(1),
       .group = key.size(1) == 0 ? 1 : query.size(1) / key.size(1),
@@ -129,7 +181,9 @@ inline TiledAttention problem_of(const Tensor& query, const Tensor& key, const T
       .has_mask = spec.mask.defined(),
       .mask_dtype = kBool,
       .mask = {},
-      .lengths = lengths.defined() ? lengths.data_as<int32_t>() + query.size(0) : nullptr,
+      .lengths = keys.lengths.defined() ? keys.lengths.data_as<int32_t>() + query.size(0) : nullptr,
+      .ranges = ranges,
+      .tile_ranges = ranges != nullptr ? ranges + queries : nullptr,
       .stream = movable(spec.stream),
       .draws = draws_of(spec.place, query.size(1), query.size(2))};
   if (p.has_mask) {
