@@ -9,9 +9,11 @@
 #include <tessera/distributed/transport/rank_context.h>
 
 namespace tessera::distributed {
-namespace {
 
 const Op kConvert{.name = "convert", .flops_per_element = 0};
+
+namespace {
+
 const CollectiveOptions kConvertCall{.channel = Channel::kModule, .tag = "convert", .waits = true};
 
 Placement placement_of(const Mark& mark) {

@@ -21,6 +21,7 @@
 #include <optional>
 #include <string_view>
 
+#include <tessera/autograd/op.h>
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/tensor_parallel/mark.h>
 
@@ -42,5 +43,7 @@ Tensor convert(const Tensor& x, std::string_view axis, const Mark& to,
 
 // The chunk of a whole tensor that the rank at a coordinate has: a copy.
 Tensor chunk_at(const Tensor& whole, const Mark& shard, int ranks, int coordinate);
+
+extern const Op kConvert;  // the record of all conversions
 
 }  // namespace tessera::distributed

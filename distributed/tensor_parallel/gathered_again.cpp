@@ -13,8 +13,6 @@
 namespace tessera::distributed {
 namespace {
 
-const Op kGatheredAgain{.name = "gathered_again"};
-
 struct RepeatedGather {
   std::weak_ptr<Storage> whole;
   int64_t offset = 0, numel = 0;
@@ -69,11 +67,11 @@ SavedForm saved_form_of(const Tensor& x) {
 }
 
 Tensor tensor_of(const SavedForm& kept) {
-  if (kept.tensor) return kept.tensor->unpack({}, kGatheredAgain, "a tensor that was saved", 0);
+  if (kept.tensor) return kept.tensor->unpack({}, kConvert, "a tensor that was saved", 0);
   RepeatedGather& gather = *kept.gather;
   const NoGradGuard no_grad;
   if (!gather.again.defined()) {
-    const Tensor part = raw::alias(gather.part.unpack({}, kGatheredAgain, "the part", 0));
+    const Tensor part = raw::alias(gather.part.unpack({}, kConvert, "the part", 0));
     part.impl()->marks = gather.marks_of_part;
     gather.again = convert(part, gather.axis, Mark::replicated());
     gather.awaited = gather.readers;
