@@ -23,11 +23,11 @@
 //
 // [Note: window] The micro-batches between two optimizer steps of a model are its window. Within it
 // step(), zero_grad(), clip_* and a schedule's step() do nothing until the last micro-batch (the
-// boundary); the end of the loader ends the window early. Leaving a loop over a prepared loader by
-// break or an exception ends the window without a step: its gradients are cleared, and the next
-// micro-batch begins another window. Each model has its own window, so models that are trained in
-// turn may accumulate different numbers of micro-batches; accumulate(a, b) opens a micro-batch of
-// both.
+// boundary), except that a zero_grad() before the first backward clears; the end of the loader ends
+// the window early. Leaving a loop over a prepared loader by break or an exception ends the window
+// without a step: its gradients are cleared, and the next micro-batch begins another window. Each
+// model has its own window, so models that are trained in turn may accumulate different numbers of
+// micro-batches; accumulate(a, b) opens a micro-batch of both.
 //
 // [Note: weight] After the boundary's backward `.grad` is the gradient of the weighted mean over
 // all micro-batches of the window on all ranks, sum of weight * gradient / sum of weights, also
