@@ -18,6 +18,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <clocale>
 #include <cmath>
 #include <cstdio>
@@ -97,8 +98,17 @@ void decimal_comma(const std::string& folder) {
   for (const char* name : {"/metrics.csv", "/configuration.csv"}) {
     std::ifstream file(folder + name);
     const std::string text{std::istreambuf_iterator<char>(file), {}};
-    require(text.find(name[1] == 'm' ? "12345," : "lr,0.001") != text.npos, text.c_str());
-    require(text.find("0,") == text.npos && text.find('"') == text.npos, text.c_str());
+    const bool metrics = name[1] == 'm';
+    require(text.find(metrics ? "12345," : "lr,0.001") != text.npos, text.c_str());
+    require(!metrics || text.find(",0.5") != text.npos, text.c_str());
+    // A decimal comma would be a column more, or in quotation marks.
+    std::istringstream lines(text);
+    std::string header;
+    std::getline(lines, header);
+    for (std::string line; std::getline(lines, line);) {
+      require(std::ranges::count(line, ',') == std::ranges::count(header, ','), text.c_str());
+    }
+    require(text.find('"') == text.npos, text.c_str());
   }
   const StateDict state = nn::Linear(2, 2).state_dict();
   save_safetensors(folder + "/model.safetensors", state.to_map());
