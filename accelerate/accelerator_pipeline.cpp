@@ -201,17 +201,17 @@ std::string Pipeline::describe() const {
 
 // ---- One step ----------------------------------------------------------------------------------
 
-// 1 each where nobody gives them, and where the setting says that all count alike.
+// 1 each where nobody gives them.
 std::vector<double> Pipeline::Impl::weights_of(int64_t count,
                                                const std::vector<double>& given) const {
-  const bool alike = state->settings.loss_weighting.value == LossWeighting::kHuggingFace;
+  const auto& setting = state->settings.loss_weighting;
+  TS_CHECK(given.empty() || setting.value != LossWeighting::kHuggingFace, kPipeline,
+           "loss_weighting=huggingface (", setting.origin.describe(),
+           ") gives every micro-batch the same weight; leave the weights out, or take "
+           "loss_weighting=samples");
   TS_CHECK(given.empty() || std::ssize(given) == count, kPipeline, "the window has ", count,
            " micro-batches, and there are ", given.size(), " weights; give one for each");
-  std::vector<double> weights;
-  for (int64_t i = 0; i < count; ++i) {
-    weights.push_back(alike || given.empty() ? 1 : given[static_cast<size_t>(i)]);
-  }
-  return weights;
+  return given.empty() ? std::vector<double>(static_cast<size_t>(count), 1.0) : given;
 }
 
 Tensor Pipeline::Impl::plain_step(ModelRecord& record, int64_t count, const OfBatch& loss,

@@ -543,6 +543,14 @@ TEST(PipelineTraining, StepsThatCannotBeAreRefusedOnOneRankAndOnStages) {
     for (const std::vector<double>& weights : {std::vector<double>{1}, {1, 2, 3}}) {
       EXPECT_TRUE(mentions(stepped(weights), "give one for each"));
     }
+    const std::string alike =
+        refusal<ValueError>(pp,
+                            [&](Accelerator& accelerator, Training& training) {
+                              Pipeline pipeline = accelerator.pipeline(*training.model);
+                              pipeline.step(window, training.loss, {.weights = {1, 2}});
+                            },
+                            {.alike = true});
+    EXPECT_TRUE(mentions(alike, "gives every micro-batch the same weight")) << alike;
     for (const double wrong : {-1.0, std::nan(""), HUGE_VAL}) {
       EXPECT_TRUE(mentions(stepped({1, wrong}), "is not negative"));
       EXPECT_TRUE(mentions(stepped({wrong, 1}), "is not negative"));
