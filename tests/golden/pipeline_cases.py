@@ -2,17 +2,13 @@
 residual blocks on two processes, for tests/parallel/test_pipeline_torch.cpp.
 """
 
-import json
-import os
-import pathlib
-
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
-from tensor_parallel_cases import WIDTH, Block, numbers
+from tensor_parallel_cases import WIDTH, Block, numbers, write
 
 BLOCKS, STEPS, RANKS, MICRO_BATCHES = 4, 10, 2, 4
 
@@ -58,25 +54,18 @@ def train(rank, schedule, stages_per_rank):
     return losses, norms
 
 
-def run(rank, path):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29534")
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+def cases_of(rank):
     cases = []
     for name, schedule, stages_per_rank in [("gpipe", ScheduleGPipe, 1), ("1f1b", Schedule1F1B, 1),
                                             ("1f1b", ScheduleInterleaved1F1B, 2)]:
         losses, norms = train(rank, schedule, stages_per_rank)
         cases.append({"schedule": name, "stages_per_rank": stages_per_rank, "losses": losses,
                       "norms": norms})
-    if rank == 0:
-        with open(path, "w") as file:
-            json.dump({"torch": torch.__version__, "cases": cases}, file, indent=1)
-            file.write("\n")
-    dist.destroy_process_group()
+    return {"cases": cases}
 
 
 def write_all():
-    path = pathlib.Path(__file__).parent / "pipeline.json"
-    mp.spawn(run, args=(str(path),), nprocs=RANKS)
+    mp.spawn(write, args=("pipeline.json", 29534, cases_of), nprocs=RANKS)
 
 
 if __name__ == "__main__":

@@ -162,23 +162,28 @@ def trained(make, mesh, most):
     return {"losses": losses, "norms": norms}
 
 
-def run(rank, path):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
+def write(rank, name, port, cases_of):
+    """Writes cases_of(rank) of rank 0 to a file beside this one."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    told = {"torch": torch.__version__, **trained(perceptron, mesh, 0.5)}
-    for make in (gpt2, llama, bert):
-        told[make.__name__] = trained(make, mesh, 1.0)
+    told = {"torch": torch.__version__, **cases_of(rank)}
     if rank == 0:
-        with open(path, "w") as file:
+        with open(pathlib.Path(__file__).parent / name, "w") as file:
             json.dump(told, file, indent=1)
             file.write("\n")
     dist.destroy_process_group()
 
 
+def cases_of(rank):
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    told = trained(perceptron, mesh, 0.5)
+    for make in (gpt2, llama, bert):
+        told[make.__name__] = trained(make, mesh, 1.0)
+    return told
+
+
 def write_all():
-    path = pathlib.Path(__file__).parent / "tensor_parallel.json"
-    mp.spawn(run, args=(str(path),), nprocs=RANKS)
+    mp.spawn(write, args=("tensor_parallel.json", 29533, cases_of), nprocs=RANKS)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
-#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -198,15 +196,5 @@ inline Trained train_alone(const MakeTraining& make, Way way) {
   compared_ranks(1, [&](int) { trained = train(make, way); });
   return trained;
 }
-
-class Folder {
- public:
-  explicit Folder(const std::string& name)
-      : path(std::filesystem::temp_directory_path() /
-             (name + std::to_string(std::chrono::steady_clock::now().time_since_epoch().count()))) {
-  }
-  ~Folder() { std::filesystem::remove_all(path); }
-  const std::filesystem::path path;
-};
 
 }  // namespace tessera::test_pipeline

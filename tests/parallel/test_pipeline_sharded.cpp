@@ -5,6 +5,7 @@
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/optim/muon.h>
 
+#include "finished_process.h"
 #include "message_of.h"
 #include "parallel/pipeline_training.h"
 
@@ -332,14 +333,14 @@ TEST(PipelineSharded, ACheckpointGoesOnInAnyComposition) {
   const auto from = [&](const Composition& before, const Composition& after) {
     SCOPED_TRACE(std::to_string(before.ranks) + "/" + std::to_string(before.pp) + " to " +
                  std::to_string(after.ranks) + "/" + std::to_string(after.pp));
-    const Folder folder("pipeline_sharded");
+    const TestFolder folder;
     Way way = way_of(before);
     way.last = 2;
-    way.save = folder.path;
+    way.save = folder.path("state");
     compared_ranks(before.ranks, [&](int) { train(dropping, way); });
     Way on = way_of(after);
     on.first = 2;
-    on.load = folder.path;
+    on.load = folder.path("state");
     compared_ranks(after.ranks, [&](int rank) {
       const Trained rest = train(dropping, on);
       EXPECT_NEAR(rest.of_all.at(0), whole.of_all.at(2), kTolerance * whole.of_all.at(2));

@@ -5,6 +5,7 @@
 #include <tessera/nn/norm.h>
 
 #include "golden_files.h"
+#include "parallel/golden_numbers.h"
 #include "parallel/pipeline_training.h"
 
 namespace tessera::test_pipeline_torch {
@@ -15,14 +16,6 @@ using namespace test_pipeline;
 constexpr int64_t kWidth = 8;
 constexpr double kTolerance = 1e-11;  // f64
 
-Tensor numbers(const Shape& shape, int64_t salt) {  // as the script of the golden file
-  std::vector<double> values;
-  for (int64_t i = 0; i < numel_of(shape); ++i) {
-    values.push_back(static_cast<double>((i * 37 + salt * 11) % 23 - 11) / 16);
-  }
-  return tensor(std::span<const double>(values), shape, kF64);
-}
-
 struct Residual : nn::Module<Residual> {
   explicit Residual(int64_t index)
       : norm(add<nn::LayerNorm>("norm", kWidth)),
@@ -32,7 +25,7 @@ struct Residual : nn::Module<Residual> {
     const NoGradGuard no_grad;
     int64_t salt = 10 * index;
     for (const Tensor& parameter : parameters()) {
-      parameter.copy_(numbers(parameter.shape(), ++salt));
+      parameter.copy_(tests::golden_numbers(parameter.shape(), ++salt));
     }
   }
   Tensor forward(const Tensor& x) { return x + proj(gelu(fc(norm(x)))); }
@@ -79,8 +72,8 @@ TEST(PipelineTorch, LossesAndNormsAreThoseOfTorchsPipelines) {
         accelerator.prepare(optimizer);
         for (size_t step = 0; step < losses.size(); ++step) {
           const Shape shape = {8, 3, kWidth};
-          const Tensor inputs = numbers(shape, 100 + static_cast<int64_t>(step));
-          const Tensor targets = numbers(shape, 200 + static_cast<int64_t>(step));
+          const Tensor inputs = tests::golden_numbers(shape, 100 + static_cast<int64_t>(step));
+          const Tensor targets = tests::golden_numbers(shape, 200 + static_cast<int64_t>(step));
           std::vector<Batch> window;
           for (int64_t i = accelerator.data_ranks().rank(); i < 4; i += data_ranks) {
             window.push_back({inputs.narrow(0, 2 * i, 2), targets.narrow(0, 2 * i, 2)});

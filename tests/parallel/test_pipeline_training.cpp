@@ -12,6 +12,7 @@
 #include <tessera/nn/norm.h>
 #include <tessera/optim/muon.h>
 
+#include "finished_process.h"
 #include "message_of.h"
 #include "parallel/pipeline_training.h"
 
@@ -28,28 +29,32 @@ struct NormedBlock : nn::Module<NormedBlock> {
   nn::Linear& fc;
   nn::BatchNorm1d& norm;
 };
-struct Normed : nn::Module<Normed> {
-  Normed()
-      : embed(add<nn::Embedding>("embed", kVocabulary, 16)),
-        blocks(add<nn::ModuleList>("blocks")),
-        head(add<nn::Linear>("head", 16, kVocabulary)) {
-    for (int i = 0; i < 3; ++i) blocks.append<NormedBlock>(16);
+// A table, three such blocks and a head.
+template <class Block>
+struct Stacked : nn::Module<Stacked<Block>> {
+  Stacked()
+      : embed(this->template add<nn::Embedding>("embed", kVocabulary, 16)),
+        blocks(this->template add<nn::ModuleList>("blocks")),
+        head(this->template add<nn::Linear>("head", 16, kVocabulary)) {
+    for (int i = 0; i < 3; ++i) blocks.template append<Block>(16);
   }
   Tensor forward(const Tensor& tokens, const Tensor& targets) {
     Tensor x = embed(tokens).view({tokens.numel(), 16});
-    for (size_t i = 0; i < blocks.size(); ++i) x = blocks.at<NormedBlock>(i)(x);
+    for (size_t i = 0; i < blocks.size(); ++i) x = blocks.template at<Block>(i)(x);
     return cross_entropy(head(x), targets.reshape({targets.numel()}));
   }
   nn::Embedding& embed;
   nn::ModuleList& blocks;
   nn::Linear& head;
 };
-Training normed() {
+template <class Block>
+Training stacked() {
   manual_seed(1);
-  return training_of<Normed>(std::make_unique<Normed>(), [](Normed& model, const Batch& b) {
-    return model(b.inputs, b.targets);
-  });
+  return training_of<Stacked<Block>>(
+      std::make_unique<Stacked<Block>>(),
+      [](Stacked<Block>& model, const Batch& b) { return model(b.inputs, b.targets); });
 }
+Training normed() { return stacked<NormedBlock>(); }
 
 void expect_same_bits(const Trained& own, const Trained& expected, int rank) {
   EXPECT_EQ(own.losses, expected.losses) << rank;
@@ -215,37 +220,15 @@ struct AskingBlock : nn::Module<AskingBlock> {
   nn::Linear& fc;
   nn::Dropout& dropout;
 };
-struct Asking : nn::Module<Asking> {
-  Asking()
-      : embed(add<nn::Embedding>("embed", kVocabulary, 16)),
-        blocks(add<nn::ModuleList>("blocks")),
-        head(add<nn::Linear>("head", 16, kVocabulary)) {
-    for (int i = 0; i < 3; ++i) blocks.append<AskingBlock>(16);
-  }
-  Tensor forward(const Tensor& tokens, const Tensor& targets) {
-    Tensor x = embed(tokens).view({tokens.numel(), 16});
-    for (size_t i = 0; i < blocks.size(); ++i) x = blocks.at<AskingBlock>(i)(x);
-    return cross_entropy(head(x), targets.reshape({targets.numel()}));
-  }
-  nn::Embedding& embed;
-  nn::ModuleList& blocks;
-  nn::Linear& head;
-};
 
 TEST(PipelineTraining, FrozenParametersAreFrozenInAllStages) {
-  const auto asking = [] {
-    manual_seed(1);
-    return training_of<Asking>(std::make_unique<Asking>(), [](Asking& model, const Batch& b) {
-      return model(b.inputs, b.targets);
-    });
-  };
   const auto freeze = [](nn::ModuleBase& model, int step) {
     for (const auto& [name, tensor] : model.named_parameters()) {
       if (name.starts_with("blocks.0.fc")) tensor.set_requires_grad(step != 1);
     }
   };
   for (const int pp : {2, 3}) {
-    expect_as_alone(asking, {.pp = pp, .micro_batches = 2, .before_step = freeze});
+    expect_as_alone(stacked<AskingBlock>, {.pp = pp, .micro_batches = 2, .before_step = freeze});
   }
 }
 
@@ -311,10 +294,10 @@ TEST(PipelineTraining, ACheckpointGoesOnWithAnyNumberOfStages) {
   const auto dropping = [] { return gpt(false, 0.2); };
   const Trained whole = train_alone(dropping, {});
   const auto from = [&](int before, int after) {
-    const Folder folder("pipeline");
-    const Way way{.pp = before, .last = 2, .save = folder.path};
+    const TestFolder folder;
+    const Way way{.pp = before, .last = 2, .save = folder.path("state")};
     compared_ranks(before, [&](int) { train(dropping, way); });
-    const Way on{.pp = after, .first = 2, .load = folder.path};
+    const Way on{.pp = after, .first = 2, .load = folder.path("state")};
     compared_ranks(after, [&](int rank) {
       const Trained rest = train(dropping, on);
       EXPECT_EQ(rest.losses.at(0), whole.losses.at(2));

@@ -20,6 +20,7 @@
 #include "golden_files.h"
 #include "message_of.h"
 #include "parallel/divided_training.h"
+#include "parallel/golden_numbers.h"
 
 namespace tessera::distributed::test_tensor_parallel_sharded {
 namespace {
@@ -246,14 +247,6 @@ TEST(TensorParallelSharded, UnderAutocastWeightsAreReadAndGatheredInBF16) {
 
 // ---- Beside torch ------------------------------------------------------------------------------
 
-Tensor golden_numbers(const Shape& shape, int64_t salt) {  // as the script of the golden file
-  std::vector<double> values;
-  for (int64_t i = 0; i < numel_of(shape); ++i) {
-    values.push_back(static_cast<double>((i * 37 + salt * 11) % 23 - 11) / 16);
-  }
-  return tensor(std::span<const double>(values), shape, kF64);
-}
-
 struct Perceptron : nn::Module<Perceptron> {
   Perceptron()
       : norm(add<nn::LayerNorm>("norm", 8)),
@@ -263,7 +256,7 @@ struct Perceptron : nn::Module<Perceptron> {
     const NoGradGuard no_grad;
     int64_t salt = 0;
     for (const Tensor& parameter : parameters()) {
-      parameter.copy_(golden_numbers(parameter.shape(), ++salt));
+      parameter.copy_(tests::golden_numbers(parameter.shape(), ++salt));
     }
   }
   Tensor forward(const Tensor& x) { return mean(square(proj(gelu(fc(norm(x)))))); }
@@ -288,7 +281,7 @@ TEST(TensorParallelSharded, LossesAndNormsAreThoseOfTorchsTensorParallelism) {
       const auto optimizer = std::make_unique<optim::SGD>(
           model.named_parameters(), optim::SGD::Options{.lr = 0.05, .momentum = 0.9});
       for (size_t step = 0; step < losses.size(); ++step) {
-        const Tensor x = golden_numbers({2, 4, 8}, 100 + static_cast<int64_t>(step));
+        const Tensor x = tests::golden_numbers({2, 4, 8}, 100 + static_cast<int64_t>(step));
         const Tensor loss = model(x);
         loss.backward();
         EXPECT_NEAR(loss.item(), losses[step], kTolerance) << step;
