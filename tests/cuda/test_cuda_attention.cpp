@@ -278,6 +278,16 @@ void expect_that_unseen_tiles_are_skipped(DType dtype) {
 }
 TEST_F(AttentionTiles, SkipTilesThatNoQuerySees) { expect_that_unseen_tiles_are_skipped(kF32); }
 
+// One row of memory, which all keys share.
+TEST(AttentionRows, ThatNoNumberOf32BitsCountsAreRefused) {
+  const Tensor q = zeros({1, 1, 1, 8}, {.device = kGpu});
+  for (const int64_t rows : {int64_t{1} << 31, (int64_t{1} << 31) - 64}) {
+    EXPECT_THROW(
+        scaled_dot_product_attention(q, expand(q, {1, 1, rows, 8}), expand(q, {1, 1, rows, 8})),
+        UnsupportedError);
+  }
+}
+
 TEST_F(AttentionTiles, TakeHeadsOf16BitsThatAreWiderThanTensorCoresDo) {
   for (const Case& c : {Case{"wide values", 1, 1, 1, 9, 70, 16, 136, kBF16},
                         Case{"wide keys", 1, 1, 1, 66, 9, 136, 16, kF16, true}}) {

@@ -1,5 +1,6 @@
 // Attention on a GPU: cuDNN where it serves the problem, else tensor cores (attention_tensor.cu)
-// for f16 and bf16, else the tiles below, for any mask, range of keys, dropout, grouped heads, width and dtype.
+// for f16 and bf16, else the tiles below, for any mask, range of keys, dropout, grouped heads,
+// width and dtype.
 //
 // Method: Dao, "FlashAttention-2" (2023). A block holds 64 rows of queries and walks over tiles of
 // 64 keys: the scores of a pair of tiles exist in registers and shared memory only. A running

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/dispatch.h>
+#include <tessera/core/error.h>
 #include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/kernels/attention/attention_head.h>
 #include <tessera/core/math.h>
@@ -45,7 +47,10 @@ inline int64_t attention_tiles(int64_t rows) {
   return (rows + kAttentionTile - 1) / kAttentionTile;
 }
 
-// From begin on, before end. Registers are scarce: numbers of keys and queries are below 2^31.
+// Of queries and of keys; a tile may reach beyond them.
+inline constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max() - kAttentionTile;
+
+// From begin on, before end. Registers are scarce: rows are counted in 32 bits (kMostRows).
 struct SeenKeys {
   int32_t begin, end;
   TS_DEVICE bool has(int64_t s) const {
@@ -164,6 +169,9 @@ struct PreparedKeys {
 
 inline TiledAttention problem_of(const Tensor& query, const Tensor& key, const Tensor& value,
                                  const PreparedKeys& keys, const AttentionSpec& spec) {
+  TS_CHECK_AS(UnsupportedError, query.size(2) <= kMostRows && key.size(2) <= kMostRows,
+              "scaled_dot_product_attention", "takes up to ", kMostRows,
+              " queries and keys on a GPU; got ", query, " and ", key);
   const int64_t queries = query.size(0) * query.size(2);
   const KeyRange* const ranges =
       keys.ranges.defined() ? static_cast<const KeyRange*>(keys.ranges.data()) : nullptr;
