@@ -70,6 +70,17 @@ std::vector<Tensor> PipelineExecutor::evaluate() {
   return walk(false);
 }
 
+// Errors of `part` say which rank's they are and where in its row it was.
+template <typename Part, typename Where>
+void PipelineExecutor::named(const Part& part, const Where& where) const {
+  try {
+    part();
+  } catch (Error& error) {
+    error.add_context("pipeline, rank " + std::to_string(rank_) + ", " + where());
+    throw;
+  }
+}
+
 // What is left of a row without its backwards keeps the one order of rows and queues, so it does not
 // get stuck either.
 std::vector<Tensor> PipelineExecutor::walk(bool trains) {
@@ -81,15 +92,14 @@ std::vector<Tensor> PipelineExecutor::walk(bool trains) {
       if (!trains && action.act != Act::kForward && (!action.is_message() || action.backwards)) {
         continue;
       }
-      try {
-        run(action);
-      } catch (Error& error) {
-        error.add_context("pipeline, rank " + std::to_string(rank_) + ", " + action.describe());
-        throw;
-      }
+      named([&] { run(action); }, [&] { return action.describe(); });
       trace_.push_back(action);
     }
-    for (const Work& send : sends_) send.wait();
+    named(
+        [&] {
+          for (const Work& send : sends_) send.wait();
+        },
+        [] { return std::string("behind the last action"); });
   } catch (...) {
     forget();
     throw;

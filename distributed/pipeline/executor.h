@@ -99,6 +99,8 @@ class PipelineExecutor {
 
   std::vector<Tensor> walk(bool trains);
   void forget();
+  template <typename Part, typename Where>
+  void named(const Part& part, const Where& where) const;
   void run(const Action& action);
   void forward(const Action& action);
   void backward(const Action& action);

@@ -25,6 +25,8 @@ constexpr double kSlower = 1;
 constexpr double kTimeoutOfHung = 3 * kSlower, kInitTimeoutOfHung = 4 * kSlower;
 constexpr double kTimeout = 120;
 constexpr double kNotice = 30;  // until every other rank has raised
+// Of two ranks that a hung one holds up the second hears of the first's timeout within it.
+constexpr double kGrace = 2 * kSlower;
 
 struct Case {
   const char* phase;
@@ -81,7 +83,7 @@ TEST_P(Failure, ACE1EveryOtherRankRaisesInTimeAndTheCodeIsTheFirstCauses) {
                                       "--init-timeout",
                                       std::to_string(init_timeout),
                                       "--grace",
-                                      "1",
+                                      std::to_string(kGrace),
                                       "--dump-dir",
                                       folder_.path(".")};
   for (const char* word : {TESSERA_RANK_PROGRAM, "--rank", "1", "--phase", fault.phase, "--action",

@@ -593,6 +593,33 @@ TEST(PipelineTraining, ARankThatDoesNotComeIsNamedWithTheAction) {
   }
 }
 
+// The last rank has no action left when the first hangs in a backward.
+TEST(PipelineTraining, ARankWhoseSendsNobodyReceivesNamesItsPlace) {
+  std::string message;
+  std::latch over(1);
+  distributed::failing_ranks("a rank receives no more gradients", 2, [&](int rank) {
+    Accelerator accelerator(
+        settings_of({.pp = 2, .schedule = distributed::PipelineSchedule::kGPipe}));
+    const Training training = untied();
+    Pipeline pipeline = accelerator.pipeline(*training.model);
+    const std::vector batches = {batch_of(0), batch_of(1), batch_of(2), batch_of(3)};
+    if (rank == 0) {
+      training.model->submodule("transformer.h.0")
+          .register_full_backward_hook([&](nn::ModuleBase&, nn::TensorRefs, nn::TensorRefs) {
+            over.wait();
+            throw ValueError("that was all");
+          });
+      EXPECT_THROW(pipeline.step(batches, training.loss), ValueError);
+      return;
+    }
+    distributed::rank_context().timeouts.collective = 0.5;
+    message = message_of<DistributedError>([&] { pipeline.step(batches, training.loss); });
+    over.count_down();
+  });
+  EXPECT_TRUE(mentions(message, "pipeline, rank 1, behind the last action")) << message;
+  EXPECT_TRUE(mentions(message, "'gradient, micro-batch ")) << message;
+}
+
 TEST(PipelineTraining, DescriptionsNameStagesAndTheBubble) {
   compared_ranks(2, [&](int) {
     Accelerator accelerator(settings_of({.pp = 2, .micro_batches = 1}));
