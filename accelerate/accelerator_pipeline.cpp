@@ -8,6 +8,7 @@
 #include <tessera/accelerate/accelerator_state.h>
 #include <tessera/accelerate/parallelize.h>
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/leaf_hooks.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
@@ -310,7 +311,12 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
   const bool any = std::ranges::any_of(record.parameters, has_gradient);
   // (Where parameters are sharded the owner would add them to the sum before it is divided.)
   const bool apart = !alike || (!alone && state->settings.sharding.value != Sharding::kDdp);
-  if (any && !undivided && apart) record.kept.take(record.parameters);
+  // One process that has all stages runs hooks of parameters in its backwards; else they run once,
+  // behind them, on what this rank has of the window's gradient.
+  const bool hooked = !own_stages && std::ranges::any_of(record.parameters, [](const auto& named) {
+    return has_leaf_hooks(named.tensor);
+  });
+  if (any && (hooked || (!undivided && apart))) record.kept.take(record.parameters);
 
   const bool on_device = scaling.is_on_device();
   const double scale = on_device ? 1 : scaling.scale();
@@ -362,6 +368,9 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
     std::unordered_set<TensorImpl*> seen;
     const double factor = 1 / divisor;
     kernels::multi_tensor_scale(gradients_of(record.parameters, seen), &factor);
+  }
+  if (hooked) {
+    for (const NamedTensor& parameter : record.parameters) run_leaf_hooks(parameter.tensor);
   }
   record.kept.add();
   record.kept.note_versions();

@@ -133,6 +133,44 @@ TEST(PipelineTraining, GradientsThatNobodyClearedAreAddedTo) {
   expect_as_alone(untied, {.pp = 2, .micro_batches = 1, .zeroes = false});
 }
 
+// Hooks that a window of one gradient or of several sums may call in any order.
+void double_some_gradients(nn::ModuleBase& model) {
+  const NamedTensors parameters = model.named_parameters();
+  for (size_t i = 0; i < parameters.size(); i += 2) {
+    register_hook(parameters[i].tensor, [](const Tensor& gradient) { return gradient * 2; });
+  }
+}
+
+TEST(PipelineTraining, HooksOfParametersChangeTheirGradients) {
+  for (const bool zeroes : {true, false}) {
+    expect_as_alone(untied, {.pp = 2, .zeroes = zeroes, .change = double_some_gradients});
+    expect_as_alone(
+        untied,
+        {.pp = 2, .weights = {3, 1, 2, 5}, .zeroes = zeroes, .change = double_some_gradients});
+  }
+}
+
+TEST(PipelineTraining, HooksBehindTheSumRunOnceAStepWhereTheParameterLies) {
+  compared_ranks(2, [&](int) {
+    Accelerator accelerator(settings_of({.pp = 2}));
+    const Training training = untied();
+    std::map<std::string, std::vector<int64_t>> sizes;
+    for (const auto& [name, parameter] : training.model->named_parameters()) {
+      register_post_accumulate_hook(parameter, [&sizes, name](const Tensor& leaf) {
+        sizes[name].push_back(leaf.grad().numel());
+      });
+    }
+    Pipeline pipeline = accelerator.pipeline(*training.model);
+    for (int step = 0; step < 2; ++step) {
+      pipeline.step(std::vector{batch_of(0), batch_of(1), batch_of(2)}, training.loss);
+      training.model->zero_grad();
+    }
+    for (const auto& [name, parameter] : training.model->named_parameters()) {
+      EXPECT_EQ(sizes[name], std::vector<int64_t>(2, parameter.numel())) << name;
+    }
+  });
+}
+
 TEST(PipelineTraining, MixedPrecisionHasTheBitsOfOneProcess) {
   expect_as_alone(untied, {.pp = 2, .precision = Precision::kBF16});
   expect_as_alone(untied, {.pp = 2, .precision = Precision::kFP16});
