@@ -6,8 +6,11 @@
 //     bench_ddp --ranks 1 --batch-size 16          # the same work on one rank
 //     bench_ddp --ranks 2 --sharding fsdp          # ranks hold parts
 //     bench_ddp --ranks 2 --compare                # all modes, step by step in turn
+//     tessera launch -n 2 -- bench_ddp --sharding tp_sequence    # ranks divide layers and tokens
 //
-// Prints one JSON line for each mode. "hidden" is the share of the time under way, over all
+// Prints one JSON line for each mode. Ranks of tp and tp_sequence have one batch together; of them
+// "products_ms" is the time of a rank's matrix products alone (forward, and both gradients), beside
+// steps in turn, and "message_bytes" is what a rank copies out of others' messages. "hidden" is the share of the time under way, over all
 // buckets, in which no wait stood still for it; resident bytes are those of the process over what
 // it had before the models were made. Exits with 1 where counts or bytes differ from the report.
 #include <CLI/CLI.hpp>
@@ -25,6 +28,8 @@
 #include <tessera/distributed/fully_shard/fully_shard.h>
 #include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/mesh/parallel_dims.h>
+#include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/transport/process_group.h>
 #include <tessera/distributed/transport/run_ranks.h>
 #include <tessera/nn/models/gpt2.h>
@@ -47,6 +52,13 @@ struct Options {
 };
 
 const std::vector<std::string> kModes = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
+const std::vector<std::string> kDividing = {"tp", "tp_sequence"};
+
+std::vector<std::string> all_modes() {
+  std::vector<std::string> modes = kModes;
+  modes.insert(modes.end(), kDividing.begin(), kDividing.end());
+  return modes;
+}
 
 Options parse(int argc, char** argv) {
   Options options;
@@ -71,7 +83,7 @@ Options parse(int argc, char** argv) {
       ->check(CLI::IsMember({"all_reduce", "f16", "bf16", "power_sgd", "batched_power_sgd"}));
   app.add_option("--sharding", options.sharding, "what ranks hold parts of")
       ->capture_default_str()
-      ->check(CLI::IsMember(kModes));
+      ->check(CLI::IsMember(all_modes()));
   app.add_option("--dtype", options.dtype, "f32, or bf16 by autocast")
       ->capture_default_str()
       ->check(CLI::IsMember({"f32", "bf16"}));
@@ -99,6 +111,69 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+using Clock = std::chrono::steady_clock;
+double milliseconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+}
+
+// What a rank of tp cannot do without: the matrix products of its layers and heads, and a copy of
+// each byte that it gets.
+class DividedFloor {
+ public:
+  DividedFloor(const Options& options, DType dtype) : options_(options) {
+    const int64_t ranks = distributed::world_size(), width = options.width;
+    const int64_t rows = options.batch_size * options.context;
+    const auto layer = [&](int64_t in, int64_t out, int64_t times) {
+      layers_.push_back({rand({rows, in}).to(dtype), rand({out, in}).to(dtype),
+                         rand({rows, out}).to(dtype), times});
+    };
+    layer(width, 3 * width / ranks, options.layers);
+    layer(width / ranks, width, options.layers);
+    layer(width, 4 * width / ranks, options.layers);
+    layer(4 * width / ranks, width, options.layers);
+    layer(width, options.vocab / ranks, 1);
+    const int64_t heads = options.heads / ranks, head_size = width / options.heads;
+    heads_ = rand({options.batch_size, options.context, 3, heads, head_size}).to(dtype);
+    of_heads_ = rand({options.batch_size, options.context, heads * head_size}).to(dtype);
+    heads_.set_requires_grad();
+    message_ = rand({rows / ranks, width});
+    copy_ = empty_like(message_);
+  }
+
+  void run() {
+    const auto begin = Clock::now();
+    for (const Layer& layer : layers_) {
+      const NoGradGuard no_grad;
+      for (int64_t i = 0; i < layer.times; ++i) {
+        Tensor result = linear(layer.x, layer.weight);
+        result = matmul(layer.gradient, layer.weight);
+        result = matmul(layer.gradient.transpose(0, 1), layer.x);
+      }
+    }
+    for (int64_t i = 0; i < options_.layers; ++i) {
+      packed_attention(heads_, {.causal = true}).backward(of_heads_);
+      heads_.set_grad(Tensor());
+    }
+    products_.push_back(milliseconds_since(begin));
+    const auto copying = Clock::now();
+    for (int i = 0; i < 8; ++i) copy_.copy_(message_);
+    const auto bytes = static_cast<double>(8 * message_.nbytes());
+    milliseconds_a_byte_.push_back(milliseconds_since(copying) / bytes);
+  }
+  double products() const { return median(products_); }
+  double copies(double bytes) const { return median(milliseconds_a_byte_) * bytes; }
+
+ private:
+  struct Layer {
+    Tensor x, weight, gradient;
+    int64_t times;
+  };
+  const Options& options_;
+  std::vector<Layer> layers_;
+  Tensor heads_, of_heads_, message_, copy_;
+  std::vector<double> products_, milliseconds_a_byte_;
+};
+
 // A model with its optimizer, as the ranks train it in one mode.
 class Training {
  public:
@@ -120,11 +195,13 @@ class Training {
 
   void step(bool measured) {
     const distributed::CommTrace::Scope scope(distributed::world().trace());
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     for (int64_t micro = 0; micro < options_.accumulate; ++micro) {
-      distributed::StepPlan plan = distributed::StepPlan::of(micro, options_.accumulate);
-      plan.sync_gradients = plan.sync_gradients || parallel_->reduces_every_backward();
-      parallel_->set_plan(plan);
+      if (parallel_ != nullptr) {
+        distributed::StepPlan plan = distributed::StepPlan::of(micro, options_.accumulate);
+        plan.sync_gradients = plan.sync_gradients || parallel_->reduces_every_backward();
+        parallel_->set_plan(plan);
+      }
       Tensor loss;
       {
         const AutocastGuard autocast(kBF16, options_.dtype == "bf16");
@@ -135,9 +212,11 @@ class Training {
     optim::clip_grad_norm(model_->parameters(), 1.0, {.fold_into = optimizer_.get()});
     optimizer_->step();
     optimizer_->zero_grad();
-    const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begin;
+    const double time = milliseconds_since(begin);
     gradients_ = gathers_ = {};
+    message_bytes_ = 0;
     for (const distributed::CommRecord& record : scope.records()) {
+      message_bytes_ += record.wire_bytes();
       if (record.channel == distributed::Channel::kGradient) gradients_ += {1, record.bytes};
       if (record.channel == distributed::Channel::kParameter) gathers_ += {1, record.bytes};
     }
@@ -149,7 +228,8 @@ class Training {
                report.gradients.bytes);
     }
     if (!measured) return;
-    times_.push_back(time.count());
+    times_.push_back(time);
+    if (parallel_ == nullptr) return floor_->run();
     hidden_.push_back(hidden_share(scope.records(), distributed::Channel::kGradient));
     waited_.push_back(parallel_->pass().record().waited * 1e3);
   }
@@ -159,6 +239,7 @@ class Training {
 
   void print(double speed_beside_ddp, int64_t start_up_bytes) const {
     const double ms = milliseconds();
+    if (parallel_ == nullptr) return print_divided(start_up_bytes);
     const auto tokens_in_step = static_cast<double>(
         options_.batch_size * options_.context * options_.accumulate * distributed::world_size());
     std::printf(
@@ -178,8 +259,31 @@ class Training {
   }
 
  private:
+  void print_divided(int64_t start_up_bytes) const {
+    const double ms = milliseconds();
+    const auto tokens = static_cast<double>(options_.batch_size * options_.context);
+    const double floor = floor_->products() + floor_->copies(message_bytes_);
+    std::printf(
+        "{\"ranks\": %d, \"threads\": %lld, \"sharding\": \"%s\", \"dtype\": \"%s\", "
+        "\"parameters\": %lld, \"ms_per_step\": %.3f, \"tokens_per_s\": %.1f, "
+        "\"message_bytes\": %.0f, \"products_ms\": %.3f, \"copies_ms\": %.3f, "
+        "\"step_over_floor\": %.3f, \"resident_bytes\": %lld, \"peak_resident_bytes\": %lld}\n",
+        distributed::world_size(), static_cast<long long>(options_.threads), mode_.c_str(),
+        options_.dtype.c_str(), static_cast<long long>(parameters_), ms, tokens / ms * 1e3,
+        message_bytes_, floor_->products(), floor_->copies(message_bytes_), ms / floor,
+        static_cast<long long>(bench::resident_bytes() - start_up_bytes),
+        static_cast<long long>(bench::peak_resident_bytes() - start_up_bytes));
+  }
+
   void shard() {
     using namespace distributed;
+    if (std::ranges::count(kDividing, mode_) != 0) {
+      dims_ = std::make_unique<ParallelDims>(
+          world(), ParallelSizes{.dp_shard = 1, .tp = distributed::world_size()});
+      parallelize_module(*model_, dims_->mesh()["tp"], {.sequence = mode_ == "tp_sequence"});
+      floor_ = std::make_unique<DividedFloor>(options_, options_.dtype == "f32" ? kF32 : kBF16);
+      return;
+    }
     Mesh& mesh = distributed::mesh();
     constexpr auto kAverage = GradientAverage::kWindow;
     if (mode_ == "ddp") {
@@ -208,11 +312,14 @@ class Training {
   std::string mode_;
   std::unique_ptr<nn::models::Gpt> model_;
   int64_t parameters_ = 0;
-  std::unique_ptr<distributed::DataParallelModel> parallel_;
-  const distributed::Replica* replica_ = nullptr;  // it, where it is one
+  std::unique_ptr<distributed::ParallelDims> dims_;           // of tp and tp_sequence
+  std::unique_ptr<distributed::DataParallelModel> parallel_;  // of the others
+  const distributed::Replica* replica_ = nullptr;             // it, where it is one
   std::unique_ptr<optim::AdamW> optimizer_;
   Tensor inputs_, targets_;
   distributed::Traffic gradients_, gathers_;  // of the last step
+  double message_bytes_ = 0;
+  std::unique_ptr<DividedFloor> floor_;
   std::vector<double> times_, hidden_, waited_;
 };
 
@@ -220,8 +327,9 @@ void run(const Options& options) {
   set_num_threads(static_cast<int>(options.threads));
   const int64_t start_up_bytes = bench::resident_bytes();
   std::vector<std::unique_ptr<Training>> trainings;
-  for (const std::string& mode : kModes) {
-    if (options.compare || mode == options.sharding) {
+  for (const std::string& mode : all_modes()) {
+    const bool compares = options.compare && std::ranges::count(kModes, mode) != 0;
+    if (compares || mode == options.sharding) {
       trainings.push_back(std::make_unique<Training>(options, mode));
     }
   }

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""A training step of GPT-2 under PyTorch's FSDP2 or DDP on gloo: what bench_ddp is measured beside.
+"""A training step of GPT-2 under PyTorch's FSDP2, DDP or tensor parallelism on gloo: what bench_ddp
+is measured beside.
 
 Ranks are processes of this machine with one thread each, as `tessera launch -n 2 bench_ddp`. Every
 block is a unit and so is the rest (fully_shard); a step is forward, cross entropy, backward,
-clip_grad_norm_(1.0), AdamW, zero_grad. Prints one JSON line: median ms/step, tokens/s of all ranks,
+clip_grad_norm_(1.0), AdamW, zero_grad. Ranks of tp and tp_sequence have one batch together, shard
+the vocabulary and take the loss of its parts (loss_parallel). Prints one JSON line: median ms/step, tokens/s of all ranks,
 resident memory of rank 0 over that
 at start-up, at the end and at its peak.
 """
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -18,7 +21,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 for name, value in (("layers", 6), ("width", 384), ("heads", 6), ("context", 256), ("batch-size", 8),
                     ("vocab", 256), ("ranks", 2), ("threads", 1), ("warmup", 2), ("steps", 10)):
     parser.add_argument("--" + name, type=int, default=value)
-parser.add_argument("--mode", choices=["fsdp", "ddp"], default="fsdp")
+parser.add_argument("--mode", choices=["fsdp", "ddp", "tp", "tp_sequence"], default="fsdp")
 parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32",
                     help="bf16: by FSDP2's policy with reductions in f32, or by autocast")
 arguments = parser.parse_args()
@@ -26,6 +29,7 @@ arguments = parser.parse_args()
 import torch  # noqa: E402  (after argparse: --help needs no torch)
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 
 from pytorch_models import Gpt  # noqa: E402
 
@@ -33,6 +37,51 @@ from pytorch_models import Gpt  # noqa: E402
 def resident_bytes():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def divide(model):
+    """Megatron's plan for a block; its c_attn has the queries, keys and values of a rank's heads."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput,
+                                                   RowwiseParallel, SequenceParallel,
+                                                   parallelize_module)
+    mesh = init_device_mesh("cpu", (arguments.ranks,))
+    sequence = arguments.mode == "tp_sequence"
+    tokens = Shard(1) if sequence else Replicate()
+    plan = {"wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+            "head": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1),
+                                    use_local_output=False)}
+    for name in ("c_attn", "c_fc"):
+        plan["blocks.*." + name] = ColwiseParallel(input_layouts=tokens)
+    for name in ("c_proj", "mlp_proj"):
+        plan["blocks.*." + name] = RowwiseParallel(output_layouts=tokens)
+    if sequence:
+        plan["blocks.0"] = PrepareModuleInput(input_layouts=(Replicate(),),
+                                              desired_input_layouts=(Shard(1),),
+                                              use_local_output=True)
+        for name in ("blocks.*.ln_1", "blocks.*.ln_2", "ln_f"):
+            plan[name] = SequenceParallel()
+    parallelize_module(model, mesh, plan)
+    model.head.weight = model.wte.weight
+
+
+def kinds_of(parameters):
+    """Foreach forms take DTensors or tensors, never both."""
+    parameters = list(parameters)
+    kinds = [[one for one in parameters if hasattr(one, "full_tensor") == kind]
+             for kind in (True, False)]
+    return [kind for kind in kinds if kind]
+
+
+def clip(parameters):
+    """clip_grad_norm_(1.0), which takes no mixture of DTensors and tensors."""
+    kinds = kinds_of(parameters)
+    norms = [torch.nn.utils.get_total_norm([one.grad for one in kind]) for kind in kinds]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for kind in kinds:
+        torch.nn.utils.clip_grads_with_norm_(kind, 1.0, norm)
 
 
 def train(rank):
@@ -54,27 +103,39 @@ def train(rank):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         forward = model
+    elif arguments.mode.startswith("tp"):
+        divide(model)
+        forward = model
     else:
         forward = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=arguments.mode == "ddp",
-                                  foreach=arguments.mode == "fsdp")
+    divided = arguments.mode.startswith("tp")
+    optimizers = [torch.optim.AdamW(kind, lr=3e-4, fused=arguments.mode == "ddp",
+                                    foreach=arguments.mode != "ddp")
+                  for kind in (kinds_of(model.parameters()) if divided else [model.parameters()])]
     tokens = torch.randint(arguments.vocab, (arguments.batch_size, arguments.context + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     times = []
     for step in range(arguments.warmup + arguments.steps):
         start = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16,
-                            enabled=arguments.mode == "ddp" and arguments.dtype == "bf16"):
+                            enabled=arguments.mode != "fsdp" and arguments.dtype == "bf16"), \
+                loss_parallel() if divided else contextlib.nullcontext():
             loss = forward(inputs, targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+            if divided:
+                loss.backward()
+        if divided:
+            clip(model.parameters())
+        else:
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if step >= arguments.warmup:
             times.append((time.perf_counter() - start) * 1e3)
     if rank == 0:
         ms = statistics.median(times)
-        tokens_in_step = arguments.batch_size * arguments.context * arguments.ranks
+        tokens_in_step = arguments.batch_size * arguments.context * (1 if divided else arguments.ranks)
         print(json.dumps({
             "program": "pytorch-" + arguments.mode,
             "dtype": arguments.dtype,

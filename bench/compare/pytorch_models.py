@@ -12,7 +12,7 @@ class PreNormBlock(nn.Module):
 
     def __init__(self, width, heads, causal):
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.head_size, self.causal = width // heads, causal
         self.ln_1 = nn.LayerNorm(width)
         self.c_attn = nn.Linear(width, 3 * width)
         self.c_proj = nn.Linear(width, width)
@@ -21,10 +21,9 @@ class PreNormBlock(nn.Module):
         self.mlp_proj = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        batch, time, width = x.shape
-        q, k, v = self.c_attn(self.ln_1(x)).split(width, dim=2)
-        q, k, v = (t.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
-                   for t in (q, k, v))
+        q, k, v = self.c_attn(self.ln_1(x)).chunk(3, dim=2)
+        batch, time, width = q.shape  # under tensor parallelism x has fewer tokens, or q fewer heads
+        q, k, v = (t.view(batch, time, -1, self.head_size).transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.c_proj(y.transpose(1, 2).reshape(batch, time, width))
         form = "tanh" if self.causal else "none"
@@ -40,6 +39,8 @@ class Gpt(nn.Module):
         self.wpe = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(PreNormBlock(width, heads, True) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.wte.weight
         nn.init.normal_(self.wte.weight, std=0.02)
         nn.init.normal_(self.wpe.weight, std=0.02)
 
@@ -47,7 +48,7 @@ class Gpt(nn.Module):
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
+        logits = self.head(self.ln_f(x))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
