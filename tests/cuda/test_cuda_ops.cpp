@@ -51,7 +51,7 @@ const std::map<std::string, const char*, std::less<>> kSilent = {
     {"multinomial", kDraws}};
 
 void check_traffic(const gpu::emulation::CountedTraffic& launch) {
-  const auto& [name, declared, counted, accessed] = launch;
+  const auto& [name, declared, counted, accessed, sectors] = launch;
   EXPECT_NE(declared.is_known(), kSilent.contains(name)) << name << " says what it moves";
   if (!declared.is_known()) {
     EXPECT_TRUE(kSilent.contains(name)) << name << " does not say what it moves";

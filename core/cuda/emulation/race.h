@@ -27,10 +27,13 @@ void set_arena(char* begin, size_t bytes, size_t shared_bytes);
 void set_live(const char* begin, size_t bytes, bool live);
 void atomic_access(const void* pointer, size_t bytes);
 // The last launch's bytes outside of shared memory: bytes that were read, and written, each once;
-// and bytes of all accesses. Atomic operations read and write.
+// and bytes of all accesses. Atomic operations read and write. Sectors (32 bytes) are those that a
+// warp asks for at a time, while they are counted: of the accesses of a thread neighbours in memory
+// up to a sector are one, and those of the lanes with one number are asked for together.
 struct Counts {
-  int64_t read = 0, written = 0, accessed = 0;
+  int64_t read = 0, written = 0, accessed = 0, sectors = 0;
 };
 Counts counts();
+void count_sectors(bool on);
 
 }  // namespace tessera::gpu::emulation::race

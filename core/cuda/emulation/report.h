@@ -17,11 +17,12 @@ std::string take_report();  // empty where there is nothing new
 std::vector<std::string> take_ranges();
 
 // A launch: what its host code says that it reads and writes, and what it did. Shared memory does
-// not count. `accessed`: bytes of all reads and writes, however often an address comes up.
+// not count. `accessed`: bytes of all reads and writes, however often an address comes up. `sectors`
+// (32 bytes): what warps ask for at a time, see race.h.
 struct CountedTraffic {
   std::string name;
   Traffic declared, counted;
-  int64_t accessed = 0;
+  int64_t accessed = 0, sectors = 0;
 };
 // The traffic of the launches that `work` queues on the current device, in the order in which they
 // ran. Counts are 0 if races are not tracked.

@@ -736,7 +736,8 @@ int64_t launches_of(const std::string& name) {
 void note_traffic(const char* name, const Traffic& declared) {
   if (!machine().counts_traffic) return;
   const race::Counts counts = race::counts();
-  machine().traffic.push_back({name, declared, {counts.read, counts.written}, counts.accessed});
+  machine().traffic.push_back(
+      {name, declared, {counts.read, counts.written}, counts.accessed, counts.sectors});
 }
 std::vector<CountedTraffic> count_traffic(const std::function<void()>& work) {
   {
@@ -744,11 +745,13 @@ std::vector<CountedTraffic> count_traffic(const std::function<void()>& work) {
     cudaDeviceSynchronize();
     machine().traffic.clear();
     machine().counts_traffic = true;
+    race::count_sectors(true);
   }
   work();
   Lock lock(machine().mutex);
   cudaDeviceSynchronize();
   machine().counts_traffic = false;
+  race::count_sectors(false);
   return std::exchange(machine().traffic, {});
 }
 

@@ -13,6 +13,7 @@ void set_arena(char*, size_t, size_t) {}
 void set_live(const char*, size_t, bool) {}
 void atomic_access(const void*, size_t) {}
 Counts counts() { return {}; }
+void count_sectors(bool) {}
 }  // namespace tessera::gpu::emulation::race
 
 #else
@@ -25,6 +26,7 @@ Counts counts() { return {}; }
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include <tessera/core/cuda/emulation/arena.h>
 #include <tessera/core/cuda/emulation/simt.h>
@@ -195,6 +197,52 @@ bool same(const Cell& a, const Cell& b) {
   halvings = 0;
 }
 
+// Of a thread, in device memory.
+struct Piece {
+  size_t begin, end;
+  bool reads;
+};
+constexpr size_t kSector = 32;
+bool counts_sectors = false;
+std::vector<Piece> pieces[kMaxThreads];  // of the block that runs
+
+[[gnu::noinline]] void note_piece(int thread, size_t begin, size_t bytes, bool reads) {
+  std::vector<Piece>& own = pieces[thread];
+  const size_t end = begin + bytes;
+  if (!own.empty()) {
+    Piece& last = own.back();
+    if (last.reads == reads && last.end == begin && end - last.begin <= kSector) {
+      last.end = end;
+      return;
+    }
+  }
+  own.push_back({begin, end, reads});
+}
+
+void fold_sectors() {
+  std::vector<size_t> asked[2];
+  for (int warp = 0; warp < used_warps; ++warp) {
+    std::vector<Piece>* const lanes = pieces + warp * kWarpSize;
+    size_t most = 0;
+    for (int lane = 0; lane < kWarpSize; ++lane) most = std::max(most, lanes[lane].size());
+    for (size_t i = 0; i < most; ++i) {
+      for (std::vector<size_t>& of_kind : asked) of_kind.clear();
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        if (i >= lanes[lane].size()) continue;
+        const Piece& piece = lanes[lane][i];
+        for (size_t at = piece.begin / kSector; at <= (piece.end - 1) / kSector; ++at) {
+          asked[piece.reads ? 0 : 1].push_back(at);
+        }
+      }
+      for (std::vector<size_t>& of_kind : asked) {
+        std::ranges::sort(of_kind);
+        of_launch.sectors += std::ranges::unique(of_kind).begin() - of_kind.begin();
+      }
+    }
+    for (int lane = 0; lane < kWarpSize; ++lane) lanes[lane].clear();
+  }
+}
+
 [[gnu::always_inline]] inline void access(const void* pointer, size_t bytes, Access kind) {
   const Thread* const self = current_thread;
   if (self == nullptr) return;  // host code
@@ -206,7 +254,10 @@ bool same(const Cell& a, const Cell& b) {
   const Stamp now = Stamp::make(block, barriers, clocks[self->warp][self->lane][self->lane],
                                 self->linear, kind == Access::kAtomic);
   const bool shared = offset < shared_bytes;
-  if (!shared) of_launch.accessed += static_cast<int64_t>(bytes);
+  if (!shared) {
+    of_launch.accessed += static_cast<int64_t>(bytes);
+    if (counts_sectors) note_piece(self->linear, offset, bytes, kind == Access::kRead);
+  }
   const size_t end = offset + bytes;
   for (size_t i = offset; i < end;) {
     const size_t next = std::min(end, (i / kGranule + 1) * kGranule);
@@ -226,8 +277,16 @@ bool tracked() { return true; }
 void begin_launch() {
   launch_first_block = block + 1;
   of_launch = {};
+  for (std::vector<Piece>& own : pieces) own.clear();
 }
-Counts counts() { return of_launch; }
+Counts counts() {
+  fold_sectors();
+  return of_launch;
+}
+void count_sectors(bool on) {
+  for (std::vector<Piece>& own : pieces) own.clear();
+  counts_sectors = on;
+}
 
 namespace {
 void restart_clocks() {
@@ -239,6 +298,7 @@ void restart_clocks() {
 }  // namespace
 
 void begin_block() {
+  if (counts_sectors) fold_sectors();
   ++block;
   barriers = 0;
   const Index3& size = current_grid.block_size;
