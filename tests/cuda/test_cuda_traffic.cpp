@@ -54,6 +54,57 @@ void expect_declared(const std::function<void()>& work, const std::vector<std::s
   EXPECT_EQ(found, names);
 }
 
+// Warps use what they ask for: a sector of which an access takes a half costs as much as a whole
+// one, and the other half once more. (Statistics of rows are a few bytes of a sector each.)
+void expect_whole_sectors(const char* what, const std::function<void()>& work) {
+  constexpr int64_t kSmall = 64 << 10;
+  const NoGradGuard no_grad;
+  for (const CountedTraffic& launch : gpu::emulation::count_traffic(work)) {
+    if (launch.accessed < kSmall) continue;
+    EXPECT_GE(static_cast<double>(launch.accessed), 0.85 * static_cast<double>(32 * launch.sectors))
+        << what << ": " << launch.name;
+  }
+}
+
+TEST_F(CudaTraffic, WarpsAskForWholeSectors) {
+  const Tensor scale = on_gpu({1});
+  const kernels::QuantizeWants both{.by_columns = true}, sums{.by_columns = true, .sums = true};
+  for (const DType dtype : {kF32, kBF16}) {
+    const Tensor x = on_gpu({256, 512}, dtype), y = on_gpu({256, 512}, dtype);
+    const Tensor w = on_gpu({512}), b = on_gpu({512});
+    expect_whole_sectors("add", [&] { x + y; });
+    expect_whole_sectors("transposed copy", [&] { x.t().clone(); });
+    expect_whole_sectors("sum of columns", [&] { sum(x, 0); });
+    expect_whole_sectors("sum of rows", [&] { sum(x, 1); });
+    expect_whole_sectors("layer_norm", [&] { layer_norm(x, {512}, w, b, 1e-5); });
+    expect_whole_sectors("quantize", [&] { kernels::quantize(x, {}, scale, both); });
+    expect_whole_sectors("quantize, sums", [&] { kernels::quantize(x, {}, scale, sums); });
+    expect_whole_sectors("quantize by tiles", [&] {
+      kernels::quantize_both(x, {.tile = {1, 128}}, {.tile = {128, 1}}, {.sums = true});
+    });
+    expect_whole_sectors("quantize by lines", [&] {
+      kernels::quantize_both(x, {.tile = {1, 0}}, {.tile = {0, 1}}, {});
+    });
+    expect_whole_sectors("norm that quantises", [&] {
+      kernels::row_norm_quantized(x, y, 512, w, b, 1e-5, true, {}, scale, both);
+    });
+  }
+  const Tensor x = on_gpu({256, 512}, kBF16), y = on_gpu({256, 512}, kBF16);
+  expect_whole_sectors("quantize_gelu", [&] { kernels::quantize_gelu(x, true, {}, scale, both); });
+  expect_whole_sectors("quantize_gelu_grad",
+                       [&] { kernels::quantize_gelu_grad(x, y, true, {}, scale, both); });
+  const Tensor targets = zeros({256}, {.dtype = kI64, .device = cuda(0)});
+  const auto rows = kernels::cross_entropy_forward(x, targets, {});
+  expect_whole_sectors("cross_entropy", [&] { kernels::cross_entropy_forward(x, targets, {}); });
+  const kernels::LogitsGradient of{.logits = x,
+                                   .targets = targets,
+                                   .statistics = rows.statistics,
+                                   .gradient = scale,
+                                   .divisor = rows.total_weight};
+  expect_whole_sectors("quantized gradient of logits",
+                       [&] { kernels::quantize_logits_gradient(of, {}, scale, both); });
+}
+
 TEST_F(CudaTraffic, OfElementwiseOps) {
   for (const DType dtype : {kF32, kBF16, kF64}) {
     for (const Shape& shape : {Shape{1}, Shape{7}, Shape{33, 65}, Shape{3, 128, 17}}) {

@@ -4,7 +4,7 @@
 // from column to column: of all that a product sums (TileScales::kLines) or of 128 numbers of it. A
 // block takes 128 x 128 numbers, so that both are 128 scales, which stand in shared memory; tiles
 // of 128 begin and end with the block, which finds their maxima itself. Patches as in
-// cast_transpose.cuh, 16 wide and 8 high, but that each number is narrowed twice.
+// cast_transpose.cuh, 8 high, but that each number is narrowed twice.
 #pragma once
 
 #include <tessera/core/kernels/fp8/cast_transpose.cuh>
@@ -252,28 +252,34 @@ __global__ void __launch_bounds__(cast::kThreads, 4) cast_tiles_kernel(TileJob<T
   const CastJob<T, Q>& what = job.cast;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % gpu::kWarp;
   const int warp = thread / gpu::kWarp;
-  const int across = (lane % 4 + 4 * (warp % 2)) * kN;
+  const int across = lane % 4 + 4 * (warp % 2);
   const int down = lane / 4 + 8 * (warp / 2), first_row = down * cast::kTileRows;
   const int64_t m0 = int64_t{blockIdx.y} * cast::kTileSide;
   const int64_t n0 = int64_t{blockIdx.x} * cast::kTileSide;
-  const int64_t m = m0 + first_row, n = n0 + across;
+  const int64_t m = m0 + first_row;
   const cast::Before before{what.through, what.factor != nullptr ? *what.factor : 1.0f};
   cast::block_scales(job, m0, n0, before, by_row, by_column);
   cast::Seen seen;
-  float* const own = partial + (kSums ? down * kColumns + across : 0);
-  if (kSums) {
-    for (int j = 0; j < kN; ++j) own[j] = 0;
-  }
-  if (m < what.M && n < what.N) {
-    if (what.vectors) {
-      constexpr int kPart = cast::kWords<Q> * cast::kInWord<Q>;
-      TS_ROLLED
-      for (int part = 0; part < kN; part += kPart) {
-        cast::tile_columns<kSums>(what, m, n + part, by_row + first_row, by_column + across + part,
-                                  before, seen, own + part);
+  float* const sums = partial + (kSums ? down * kColumns : 0);
+  const float* const of_rows = by_row + first_row;
+  if (what.vectors) {
+    TS_ROLLED
+    for (int column = across * cast::kPart<Q>; column < kColumns; column += cast::kStep<Q>) {
+      if (m < what.M && n0 + column < what.N) {
+        cast::tile_columns<kSums>(what, m, n0 + column, of_rows, by_column + column, before, seen,
+                                  sums + column);
+      } else if (kSums) {
+        for (int j = 0; j < cast::kPart<Q>; ++j) sums[column + j] = 0;
       }
-    } else {
-      cast::cut_tile<kSums>(what, m, n, by_row + first_row, by_column + across, before, seen, own);
+    }
+  } else {
+    const int column = across * kN;
+    if (kSums) {
+      for (int j = 0; j < kN; ++j) sums[column + j] = 0;
+    }
+    if (m < what.M && n0 + column < what.N) {
+      cast::cut_tile<kSums>(what, m, n0 + column, of_rows, by_column + column, before, seen,
+                            sums + column);
     }
   }
   if constexpr (kSums) {

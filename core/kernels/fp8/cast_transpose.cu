@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kAmaxThreads)
   constexpr int kN = 8;
   TS_SHARED(uint32_t, slot, gpu::kWarp);
   const T* const x = logits + int64_t{blockIdx.x} * V;
-  const cast::SoftmaxRow row = cast::softmax_row(rows, blockIdx.x);
+  const cast::SoftmaxRow row = cast::softmax_row(rows, blockIdx.x, cast::softmax_share(rows));
   uint32_t most = 0;
   if (vectors) {
     for (int64_t n = threadIdx.x * kN; n < V; n += kAmaxThreads * kN) {

@@ -4,11 +4,11 @@
 // What is narrowed may be a function of the matrix (CastForm), rounded to the matrix's dtype first,
 // as if it had been stored. Sums of columns come beside: of each row of blocks, in a fixed order.
 //
-// A thread takes a patch as high and as wide as 16 bytes of the result hold numbers (16 x 16 of
-// fp8; half as high where formulas need the registers), half of its columns at a time. It writes
-// rows as they come (8 bytes), transposes them in registers, and writes columns (16 bytes, or 8):
-// no shared memory is needed. A warp is 4 patches wide and 8 high, so that it writes 128 (64) bytes
-// of a column, whole sectors in all directions.
+// A thread takes as many rows as 16 bytes of the result hold numbers (16 of fp8; half as many where
+// formulas need the registers), and 8 columns at a time, of fp8 twice. It writes rows as they come
+// (8 bytes), transposes them in registers, and writes columns (16 bytes, or 8): no shared memory is
+// needed. A warp is 4 such patches wide and 8 high, so that it reads and writes whole sectors: 64
+// bytes of a row of 16 bits, 32 of one of fp8, 128 (64) of a column.
 #pragma once
 
 #include <tessera/core/approximate.h>
@@ -70,10 +70,11 @@ using GeluTanh = Formula<fn::GeluTanh, 1>;
 using GeluGrad = Formula<fn::GeluGrad, 2>;  // of (gradient, input)
 using GeluTanhGrad = Formula<fn::GeluTanhGrad, 2>;
 
-// What happens to a number before it is quantised; `factor`: of Plain alone.
+// What happens to a number before it is quantised; `factor`: of Plain alone, `share`: of SoftmaxGrad.
 struct Before {
   DType through;
   float factor;
+  double share = 0;
 };
 
 template <class T>
@@ -117,11 +118,14 @@ struct SoftmaxRow {
   int64_t target;
   bool ignored;
 };
-TS_DEVICE SoftmaxRow softmax_row(const SoftmaxRows& rows, int64_t m) {
-  const double g = static_cast<double>(*rows.gradient) * (1 / *rows.divisor);
+// The share that a row has in the loss; a thread divides once, as that takes longer than a row.
+TS_DEVICE double softmax_share(const SoftmaxRows& rows) {
+  return static_cast<double>(*rows.gradient) * (1 / *rows.divisor);
+}
+TS_DEVICE SoftmaxRow softmax_row(const SoftmaxRows& rows, int64_t m, double share) {
   const int64_t target = rows.targets[m];
-  return {static_cast<float>(g * static_cast<double>(rows.statistics[2 * m + 1])),
-          static_cast<float>(g), rows.statistics[2 * m], target, target == rows.ignore_index};
+  return {static_cast<float>(share * static_cast<double>(rows.statistics[2 * m + 1])),
+          static_cast<float>(share), rows.statistics[2 * m], target, target == rows.ignore_index};
 }
 template <class T>
 TS_DEVICE float softmax_number(const SoftmaxRow& row, T x, int64_t n) {
@@ -277,7 +281,7 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
     const int64_t at = (m + i) * job.N + n;
     float scaled[kN];
     if constexpr (std::is_same_v<Form, SoftmaxGrad>) {
-      load_softmax<kN>(job.x + at, softmax_row(job.softmax, m + i), n, scaled);
+      load_softmax<kN>(job.x + at, softmax_row(job.softmax, m + i, before.share), n, scaled);
     } else {
       load_numbers<kN, Form>(job.x + at, Form::kOperands == 2 ? job.second + at : job.x, before,
                              scaled);
@@ -303,15 +307,11 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
   if (job.transposed != nullptr) store_columns<Q>(words, job.transposed + n * job.M + m, job.M);
 }
 
-template <class Form, bool kSums, class T, class Q>
-TS_DEVICE void whole_patch(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor,
-                           const Before& before, Seen& seen, float* sums) {
-  constexpr int kN = kWords<Q> * kInWord<Q>;
-  TS_ROLLED
-  for (int part = 0; part < kSide<Q>; part += kN) {
-    whole_columns<Form, kSums>(job, m, n + part, factor, before, seen, sums + part);
-  }
-}
+// Columns that a thread takes at a time, and those that lie between its first ones and the next.
+template <class Q>
+inline constexpr int kPart = kWords<Q>* kInWord<Q>;
+template <class Q>
+inline constexpr int kStep = kAcross* kPart<Q>;
 
 // What lies inside of the matrix, number by number.
 template <class Form, bool kSums, class T, class Q>
@@ -328,7 +328,7 @@ TS_DEVICE void cut_patch(const CastJob<T, Q>& job, int64_t m0, int64_t n0, float
       const T second = Form::kOperands == 2 ? job.second[m * job.N + n] : x;
       float value;
       if constexpr (std::is_same_v<Form, SoftmaxGrad>) {
-        value = softmax_number(softmax_row(job.softmax, m), x, n);
+        value = softmax_number(softmax_row(job.softmax, m, before.share), x, n);
       } else {
         value = number_of(Form{}, x, second, before);
       }
@@ -370,19 +370,34 @@ __global__ void __launch_bounds__(cast::kThreads, 4) cast_transpose_kernel(CastJ
   const int warp = thread / gpu::kWarp;
   const int across = lane % 4 + 4 * (warp % 2), down = lane / 4 + 8 * (warp / 2);
   const int64_t m = (int64_t{blockIdx.y} * cast::kDown + down) * cast::kHeight<Q, Form, kSums>;
-  const int64_t n = (int64_t{blockIdx.x} * cast::kAcross + across) * cast::kSide<Q>;
   const float factor = cast::scale_of(job);
-  const cast::Before before{job.through, job.factor != nullptr ? *job.factor : 1.0f};
-  cast::Seen seen;
-  float* const own = partial + (kSums ? down * kColumns + across * kN : 0);
-  if (kSums) {
-    for (int j = 0; j < kN; ++j) own[j] = 0;
+  cast::Before before{job.through, job.factor != nullptr ? *job.factor : 1.0f};
+  if constexpr (std::is_same_v<Form, cast::SoftmaxGrad>) {
+    before.share = cast::softmax_share(job.softmax);
   }
-  if (m < job.M && n < job.N) {
-    if (job.vectors) {
-      cast::whole_patch<Form, kSums>(job, m, n, factor, before, seen, own);
-    } else {
-      cast::cut_patch<Form, kSums>(job, m, n, factor, before, seen, own);
+  cast::Seen seen;
+  if (job.vectors) {
+    const int column = across * cast::kPart<Q>;
+    const int64_t n = int64_t{blockIdx.x} * kColumns + column;
+    float* const sums = partial + (kSums ? down * kColumns + column : 0);
+    if (kSums) {
+      for (int step = 0; step < kColumns; step += cast::kStep<Q>) {
+        for (int j = 0; j < cast::kPart<Q>; ++j) sums[step + j] = 0;
+      }
+    }
+    TS_ROLLED
+    for (int step = 0; step < kColumns; step += cast::kStep<Q>) {
+      if (m >= job.M || n + step >= job.N) break;
+      cast::whole_columns<Form, kSums>(job, m, n + step, factor, before, seen, sums + step);
+    }
+  } else {
+    const int64_t n = (int64_t{blockIdx.x} * cast::kAcross + across) * kN;
+    float* const sums = partial + (kSums ? down * kColumns + across * kN : 0);
+    if (kSums) {
+      for (int j = 0; j < kN; ++j) sums[j] = 0;
+    }
+    if (m < job.M && n < job.N) {
+      cast::cut_patch<Form, kSums>(job, m, n, factor, before, seen, sums);
     }
   }
   if constexpr (kSums) {
