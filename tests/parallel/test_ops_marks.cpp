@@ -186,9 +186,11 @@ Outcome check(const OpRow& row, const Sample& sample, const TensorList& wholes,
   });
   std::array<Called, kRanks> ranks;
   for (size_t rank = 0; rank < kRanks; ++rank) {
+    bool runs_backward = false;
     try {
       const ContextGuard guard(contexts[rank]);
       ranks[rank] = called(row, sample, inputs[rank], [&](const TensorList& results) {
+        runs_backward = true;
         TensorList own;
         for (size_t i = 0; i < results.size(); ++i) {
           if (!results[i].defined() || !results[i].requires_grad()) {
@@ -200,8 +202,12 @@ Outcome check(const OpRow& row, const Sample& sample, const TensorList& wholes,
         }
         return own;
       });
-    } catch (const Error&) {
-      if (rank == 1) outcome.complaint = "refused by one rank alone";
+    } catch (const Error& error) {
+      // What forward has accepted is not refused later: a mark that does not fit would look so.
+      if (runs_backward)
+        outcome.complaint = std::string("the backward fails: ") + error.what();
+      else if (rank == 1)
+        outcome.complaint = "refused by one rank alone";
       return outcome;
     }
   }
