@@ -36,20 +36,26 @@ bool make_readable(const Op& op, const Tensor& input, bool casts) {
 
 const MetaInputs* meta_rules() { return Context::current().slot<MetaInputsSlot>().rules; }
 
-enum class Readiness : uint8_t { kReady, kCastsLeft, kPartlyMeta };
+struct Readiness {
+  bool casts_left = false;   // of a weight whose cast may be read
+  bool partly_meta = false;  // some inputs are meta, and the context has rules for it
+  bool marked = false;       // some inputs have marks
+};
 
 // One device for all inputs; beside others a zero-dimensional CPU tensor may stand as a number
-// where the op takes those. `casts`: of weights their casts may be read, and kCastsLeft where that
-// is left to be seen. kPartlyMeta: some are meta, and the context has rules for it.
+// where the op takes those. `casts`: of weights their casts may be read, where that is left to be
+// seen. Marks are asked for here as a loop of their own would cost seven times as much.
 Readiness check_inputs(const Op& op, std::span<const Tensor> inputs, bool casts) {
   const Tensor* first = nullptr;
   bool numbers = false;
-  Readiness left = Readiness::kReady;
+  uint64_t marks = 0;
+  Readiness ready;
   for (const Tensor& input : inputs) {
     if (!input.defined()) continue;
+    marks |= input.impl()->marks;
     if (element_guard(input) != nullptr) [[unlikely]] {
       if (!make_readable(op, input, casts)) {
-        left = Readiness::kCastsLeft;
+        ready.casts_left = true;
         continue;
       }
     }
@@ -62,15 +68,18 @@ Readiness check_inputs(const Op& op, std::span<const Tensor> inputs, bool casts)
       first = &input;
     } else if (input.device() != first->device()) [[unlikely]] {
       const bool partly = input.is_meta() || first->is_meta();
-      if (partly && meta_rules() != nullptr) return Readiness::kPartlyMeta;
+      if (partly && meta_rules() != nullptr) {
+        return {.partly_meta = true, .marked = all_marks(inputs) != 0};
+      }
       TS_THROW(DeviceError, op, "expects all tensors on one device; got ", *first, " and ", input,
                "; move one with to(device)");
     }
   }
   if (numbers && first != nullptr && first->is_meta() && meta_rules() != nullptr) [[unlikely]] {
-    return Readiness::kPartlyMeta;
+    ready.partly_meta = true;
   }
-  return left;
+  ready.marked = marks != 0;
+  return ready;
 }
 
 std::shared_ptr<OpNode> make_node(const Op& op, std::span<const Tensor> inputs,
@@ -165,27 +174,27 @@ TensorList DifferentiableCall::run_marked(const OpCall& call, const MarkRules& r
 
 TensorList DifferentiableCall::run(const OpCall& call, std::span<const Tensor> given,
                                    Forward forward, void* function, BackwardFunction backward) {
-  if (all_marks(given) != 0) [[unlikely]] {
-    if (const MarkRules* rules = mark_rules_for(call.op)) {
-      return run_marked(call, *rules, given, forward, function, std::move(backward));
-    }
-  }
   const Op& op = call.op;
-  const ProfilerRange range(op.name);
   TensorList cast;
   std::span<const Tensor> inputs = given;
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
   const bool casts =
       autocast.enabled && (op.autocast != Autocast::kInputDtype || autocast.boundary);
   const Readiness ready = check_inputs(op, given, casts || op.reads_copies != 0);
-  if (ready == Readiness::kPartlyMeta) [[unlikely]] {
+  if (ready.marked) [[unlikely]] {
+    if (const MarkRules* rules = mark_rules_for(op)) {
+      return run_marked(call, *rules, given, forward, function, std::move(backward));
+    }
+  }
+  const ProfilerRange range(op.name);  // once, though what is marked comes by twice
+  if (ready.partly_meta) [[unlikely]] {
     const TensorList resolved = meta_rules()->resolved(op, given, false);
     return run(call, resolved, forward, function, std::move(backward));
   }
   if (casts) {
     cast = detail::autocast_inputs(op, given);
     inputs = cast;
-    if (ready == Readiness::kCastsLeft) check_inputs(op, inputs, false);
+    if (ready.casts_left) check_inputs(op, inputs, false);
   }
   TensorList results;
   Extras extras(static_cast<bool>(backward));
@@ -224,7 +233,8 @@ TensorList DifferentiableCall::run(const OpCall& call, std::span<const Tensor> g
 Tensor DifferentiableCall::run_inplace(const OpCall& call, std::span<const Tensor> inputs,
                                        Forward forward, void* function, BackwardFunction backward) {
   const Op& op = call.op;
-  if (all_marks(inputs) != 0) [[unlikely]] {
+  const Readiness ready = check_inputs(op, inputs, false);
+  if (ready.marked) [[unlikely]] {
     if (const MarkRules* rules = mark_rules_for(op)) {
       TS_CHECK_AS(UnsupportedError, rules->of_results(call, inputs) == inputs[0].impl()->marks,
                   in_place_name(op.name), "the result is marked otherwise than ", inputs[0],
@@ -234,7 +244,7 @@ Tensor DifferentiableCall::run_inplace(const OpCall& call, std::span<const Tenso
     }
   }
   const ProfilerRange range(op.name);
-  if (check_inputs(op, inputs, false) == Readiness::kPartlyMeta) [[unlikely]] {
+  if (ready.partly_meta) [[unlikely]] {
     const TensorList resolved = meta_rules()->resolved(op, inputs, true);
     return run_inplace(call, resolved, forward, function, std::move(backward));
   }
