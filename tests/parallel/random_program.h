@@ -52,9 +52,11 @@ struct PartSpec {
   enum class Kind : uint8_t { kMlp, kAttention, kNorm, kDropout };
   Kind kind = Kind::kMlp;
   int64_t hidden = 4;  // of a block; of attention: the width of a head
-  int64_t blocks = 1;  // of the first layer's outputs, multiplied and added up
-  int64_t heads = 1;   // of attention
+  int64_t blocks = 1;  // of the first layer's outputs, multiplied and added up; of attention the
+                       // query's, the key and the value
+  int64_t heads = 1;   // of attention: of a block
   bool bias = true, divided = true, rms = false, gelu = false;
+  bool attends_in_groups() const { return kind == Kind::kAttention && blocks == 4; }
 };
 
 struct ProgramSpec {
@@ -153,6 +155,7 @@ inline PartSpec part_of(Reader& reader, const ProgramSpec& program) {
   part.bias = !reader.flag();
   part.rms = reader.flag();
   part.gelu = !program.exact && !reader.flag();
+  if (attends && !part.rms && part.gelu) ++part.blocks;  // two queries of a key and a value
   part.divided = !reader.flag() || program.sequence;
   return part;
 }
@@ -167,7 +170,8 @@ struct Part : nn::Module<Part> {
       case Kind::kMlp:
       case Kind::kAttention:
         in = &add<nn::Linear>("in", C, inner * spec.blocks, nn::LinearOptions{.bias = spec.bias});
-        out = &add<nn::Linear>("out", inner, C, nn::LinearOptions{.bias = spec.bias});
+        out = &add<nn::Linear>("out", spec.attends_in_groups() ? 2 * inner : inner, C,
+                               nn::LinearOptions{.bias = spec.bias});
         break;
       case Kind::kNorm:
         if (spec.rms) {
@@ -195,12 +199,18 @@ struct Part : nn::Module<Part> {
       }
       case Kind::kAttention: {
         const Tensor packed = (*in)(x);
-        const Shape shape{packed.size(0), packed.size(1), 3, -1, spec.hidden};
-        const AttentionOptions options{.dropout = attention_dropout, .causal = true};
+        const Shape shape{packed.size(0), packed.size(1), spec.blocks, -1, spec.hidden};
+        const AttentionOptions options{
+            .dropout = attention_dropout, .causal = true, .enable_gqa = spec.attends_in_groups()};
         if (spec.rms) return x + (*out)(packed_attention(packed.view(shape), options));
         const Tensor all = packed.view(shape);
         const auto heads = [&](int64_t i) { return all.select(2, i).transpose(1, 2); };
-        const Tensor y = scaled_dot_product_attention(heads(0), heads(1), heads(2), options);
+        Tensor query = heads(0);
+        if (spec.attends_in_groups()) {  // heads 2 g and 2 g + 1 read key and value g
+          const Tensor pairs = cat({query.unsqueeze(2), heads(3).unsqueeze(2)}, 2);
+          query = pairs.reshape({pairs.size(0), -1, pairs.size(3), spec.hidden});
+        }
+        const Tensor y = scaled_dot_product_attention(query, heads(1), heads(2), options);
         return x + (*out)(y.transpose(1, 2).reshape({y.size(0), y.size(2), -1}));
       }
       case Kind::kNorm:

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <set>
 #include <string>
@@ -95,7 +96,7 @@ TEST(RandomPrograms, AListShrinksToTheNumbersThatMatter) {
 
 TEST(RandomPrograms, RightOnesGiveWhatOneProcessGives) {
   std::set<std::string> kinds;
-  int64_t exact = 0, rounded = 0;
+  int64_t exact = 0, rounded = 0, in_groups = 0;
   for_programs(250, [&](const Numbers& numbers) -> std::string {
     const ProgramSpec spec = program_of(numbers);
     const Outcome expected = run_alone(spec);
@@ -104,6 +105,7 @@ TEST(RandomPrograms, RightOnesGiveWhatOneProcessGives) {
       return "";
     }
     exact += spec.exact;
+    in_groups += std::ranges::any_of(spec.parts, &PartSpec::attends_in_groups);
     kinds.insert(std::string(spec.sequence ? "sequence" : "whole") + (spec.tied ? " tied" : "") +
                  (spec.pooled ? " pooled" : ""));
     return difference(spec, run_divided(spec), expected);
@@ -112,6 +114,7 @@ TEST(RandomPrograms, RightOnesGiveWhatOneProcessGives) {
               static_cast<long long>(rounded));
   EXPECT_GE(kinds.size(), 8u);
   EXPECT_LT(rounded, exact);
+  EXPECT_GT(in_groups, 0);
 }
 
 // ---- Mutants ------------------------------------------------------------------------------------
@@ -607,6 +610,33 @@ std::vector<Bug> bugs() {
          }};
        },
        true},
+      {"queries read the key and value of the next group of heads",
+       [](const ProgramSpec& spec) -> Changes {
+         return {.divided = [spec](Program& program, distributed::Mesh& tp) {
+           const NoGradGuard no_grad;
+           for (const auto& [name, parameter] : program.model->named_parameters()) {
+             const auto* divided = distributed::divided_parameter(parameter);
+             const Mark mark = distributed::decoded(divided->marks, 0);
+             if (!mark.is_shard() || name.find(".in.") == name.npos) continue;
+             const PartSpec& part = spec.parts[std::stoul(name.substr(std::strlen("parts.")))];
+             if (part.kind != PartSpec::Kind::kAttention) continue;
+             TensorList blocks = distributed::full_tensor(parameter).chunk(part.blocks, 0);
+             for (const size_t block : {1, 2}) {  // the key and the value
+               const Tensor& own = blocks[block];
+               const int64_t rest = own.size(0) - part.hidden;
+               blocks[block] =
+                   cat({own.narrow(0, part.hidden, rest), own.narrow(0, 0, part.hidden)});
+             }
+             distributed::to_local(parameter,
+                                   {.grad_placements = distributed::placements_of(parameter)})
+                 .copy_(distributed::chunk_at(cat(blocks), mark, tp.size(), tp.coordinate()));
+           }
+         }};
+       },
+       true,
+       [](const ProgramSpec& spec) {
+         return spec.dp == 1 && std::ranges::any_of(spec.parts, &PartSpec::attends_in_groups);
+       }},
       {"chunks of a vocabulary that does not divide are padded, and the padding counts",
        [](const ProgramSpec& spec) -> Changes {
          const auto loss = [words = spec.vocabulary](const Tensor& x, const Tensor& weight,
