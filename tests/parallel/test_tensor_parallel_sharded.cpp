@@ -475,6 +475,35 @@ TEST(TensorParallelSharded, ASequenceParallelBlockKeepsAPartOfItsActivations) {
   }
 }
 
+TEST(TensorParallelSharded, AGraphThatIsKeptHasPartsBehindItsBackwardToo) {
+  compared_ranks(2, [](int) {
+    Mesh mesh(world(), {{"tp", 2}});
+    manual_seed(1);
+    nn::models::Gpt model({.vocab_size = 64, .context = 32, .width = 64, .layers = 2, .heads = 8});
+    model.to(kF64);
+    parallelize_module(model, mesh["tp"], {.sequence = true});
+    const Tensor tokens = randint(0, 64, {2, 32}, kI64, RandomStream{5, 0});
+    const Tensor loss = model(tokens, tokens).loss;
+    const int64_t kept = held(MemoryCategory::kActivation);
+    constexpr int64_t kF64Size = sizeof(double);
+    std::vector<double> gathers, gradients;
+    for (int i = 0; i < 2; ++i) {
+      const CommTrace::Scope backward(*rank_context().trace);
+      loss.backward({}, true);
+      gathers.push_back(0);
+      for (const CommRecord& record : backward.records()) {
+        gathers.back() += record.operation == Operation::kAllGather;
+      }
+      // Less than one tensor of all tokens.
+      EXPECT_LT(held(MemoryCategory::kActivation) - kept, tokens.numel() * 64 * kF64Size) << i;
+      gradients.push_back(optim::clip_grad_norm(model.parameters(), 1e9).item());
+    }
+    EXPECT_GT(gathers[0], 0);
+    EXPECT_EQ(gathers[1], gathers[0]);
+    EXPECT_NEAR(gradients[1], 2 * gradients[0], 1e-11 * gradients[0]);
+  });
+}
+
 TEST(TensorParallelSharded, AUnitReducesOnceForEachSetOfRanksAndABlockTalksAsWithoutSharding) {
   compared_ranks(4, [](int) {
     Trial run(gpt, {Way::kFully, 2, 2, true}, sgd);
