@@ -229,6 +229,42 @@ TEST(Materialise, GivesEachRankTheBitsOfItsPart) {
   }
 }
 
+// As ZeRO cuts what tensor parallelism leaves.
+TEST(Materialise, GivesEachRankTheBitsOfItsRunOfAPart) {
+  compared_ranks(4, [&](int) {
+    Mesh mesh(world(), std::vector<distributed::MeshAxis>{{"dp_shard", 2}, {"tp", 2}});
+    for (const Kind& one : kinds()) {
+      manual_seed(11);
+      const NamedTensors whole = one.make()->named_parameters();
+      manual_seed(11);
+      const auto got = made_without_memory(one.make);
+      const NamedTensors parts = got->named_parameters();
+      for (size_t i = 0; i < parts.size(); ++i) {
+        const Tensor& all = whole[i].tensor;
+        distributed::Placement across = Replicate();
+        for (int dim = all.dim(); dim-- > 0;) {
+          if (all.size(dim) % 2 == 0) across = Shard(dim);
+          if (all.size(dim) % 6 == 0) across = distributed::BlockShard{dim, 3};
+        }
+        const int64_t numel =
+            across == distributed::Placement(Replicate()) ? all.numel() : all.numel() / 2;
+        constexpr int64_t kBefore = 3;  // of the unit's other parameters
+        const distributed::FlatShard run{kBefore, (kBefore + numel + 1) / 2};
+        become_part(parts[i].tensor, mesh, {run, across});
+      }
+      manual_seed(12);
+      materialise(*got);
+      for (size_t i = 0; i < parts.size(); ++i) {
+        const Tensor& part = parts[i].tensor;
+        const Tensor by_hand = distributed::part_by_hand(whole[i].tensor.detach(), mesh,
+                                                         distributed::placements_of(part));
+        EXPECT_TRUE(same_bits(part, by_hand))
+            << one.name << " " << parts[i].name << " " << part.describe();
+      }
+    }
+  });
+}
+
 TEST(Materialise, TakesTheMemoryOfAPartAndLittleMore) {
   struct Two : Module<Two> {
     Two() : a(add<Linear>("a", 1000, 300)), b(add<Embedding>("b", 700, 501)) {
