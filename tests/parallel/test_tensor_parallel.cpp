@@ -603,6 +603,22 @@ TEST(TensorParallel, TheLossOverPartsOfAVocabularyIsThatOverTheWhole) {
   }
 }
 
+TEST(TensorParallel, TheLossOverPartsOf16BitLogitsIsOneOfF32) {
+  const Tensor target = tensor({0, 6, 3, 5, 2, 5, 4}, kI64);
+  const Tensor x = (numbers_of({7, kFeatures}, 3) * 4.0).to(kBF16);
+  const Tensor whole = (numbers_of({kWords, kFeatures}, 4) * 4.0).to(kBF16);
+  const double expected = cross_entropy(linear(x, whole).to(kF64), target).item();
+  compared_ranks(2, [&](int rank) {
+    Mesh mesh(world(), {{"tp", 2}});
+    use_compute_mesh(mesh);
+    const Tensor loss =
+        linear_cross_entropy(words_of(2, rank), convert(x, "tp", Mark::replicated()),
+                             rows_of(whole.clone()), target, -100, true);
+    EXPECT_EQ(loss.dtype(), kF32);
+    EXPECT_NEAR(loss.item(), expected, 64 * 0x1p-23 * expected);
+  });
+}
+
 TEST(TensorParallel, EntriesThatNoRankHasAreErrorsOnEveryRank) {
   for (const int ranks : {2, 3}) {
     compared_ranks(ranks, [&](int rank) {
