@@ -382,6 +382,7 @@ std::vector<OpRow> attention_rows() {
        },
        .samples = {{{normal({2, 5, 3, 2, 4})}, R"({"is_causal": true})", 5},
                    {{normal({2, 5, 3, 2, 4})}, R"({"is_causal": true, "lengths": [4, 1]})", 5},
+                   {{normal({1, 3, 3, 4, 2})}, "{}", 7},
                    {{normal({1, 7, 3, 1, 3})}, "{}", 7}},
        .tolerance = 8,
        .perf = Sample{{normal({8, 256, 3, 6, 64})}, R"({"is_causal": true})"}},

@@ -80,7 +80,9 @@ std::vector<OpRow> shape_rows() {
                [](const Args& in, Attrs& a) -> Result {
                  return flatten(in[0], a.integer("start_dim", 0), a.integer("end_dim", -1));
                },
-               {{{normal({2, 3, 4})}, R"({"start_dim": 1})"}, {{normal({})}}}),
+               {{{normal({2, 3, 4})}, R"({"start_dim": 1})"},
+                {{normal({4, 2, 3})}, R"({"start_dim": 1})"},
+                {{normal({})}}}),
       view_row(
           "permute",
           [](const Args& in, Attrs& a) -> Result { return permute(in[0], a.integers("dims")); },
@@ -162,9 +164,8 @@ std::vector<OpRow> shape_rows() {
                    {{normal({2, 3})}, R"({"repeats": 3, "dim": 1})", 3}}},
       {.name = "cat",
        .parameters = "tensors*",
-       .call = [](const Args& in, Attrs& a) -> Result {
-         return cat(in.list(), a.integer("dim", 0));
-       },
+       .call = [](const Args& in,
+                  Attrs& a) -> Result { return cat(in.list(), a.integer("dim", 0)); },
        .samples = {{{normal({2, 3}), normal({1, 3})}},
                    {{normal({2, 3}), normal({2, 1}), normal({2, 4})}, R"({"dim": -1})"},
                    {{normal({2, 0}), normal({2, 3})}, R"({"dim": 1})"}},

@@ -131,8 +131,10 @@ std::vector<Mark> marks_for(const Tensor& input) {
   if (input.dtype() == kF64) marks.push_back(Mark::summand());
   for (int dim = 0; dim < input.dim(); ++dim) {
     if (input.size(dim) % kRanks == 0 && input.size(dim) > 0) marks.push_back(Mark::shard(dim));
-    if (input.size(dim) % (3 * kRanks) == 0 && input.size(dim) > 0) {
-      marks.push_back(Mark::shard(dim, 3));
+    for (const int blocks : {2, 3}) {
+      if (input.size(dim) % (blocks * kRanks) == 0 && input.size(dim) > 0) {
+        marks.push_back(Mark::shard(dim, blocks));
+      }
     }
   }
   return marks;
