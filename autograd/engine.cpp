@@ -24,19 +24,35 @@ struct ColumnSums {
   Tensor sums;
 };
 
+// What a node of a first half leaves to the second one, see [Note: two halves].
+struct SecondHalf {
+  struct Calculation {
+    std::vector<int> inputs;
+    std::function<TensorList()> calculate;
+  };
+  std::vector<Calculation> calculations;
+  std::vector<Edge> edges;  // those that wait, empty ones in the place of others
+  TensorList gradients;     // that are there
+  std::string range_name;   // of a profile
+  uint32_t place = 0;
+};
+
 struct NodeState {
-  std::shared_ptr<Node> node;
+  std::shared_ptr<Node> node;  // none behind a first half in which it ran
+  uint64_t sequence = 0;
   const TensorImpl* part = nullptr;  // the gradient of a leaf that is its part of another
   int owed = 0;                      // gradients still to come from nodes that run earlier
-  bool needed = false;               // leads to a wanted edge, where some are wanted
+  bool needed = false;               // leads to a target
+  bool target = false;               // an edge is wanted, or an input of a first half
   TensorList gradients;
   std::vector<std::pair<int, size_t>> captures;  // (output, position in the result)
   std::vector<ColumnSums> sums;                  // that came along with gradients
+  std::unique_ptr<SecondHalf> second;
 };
 
 struct Later {
   bool operator()(const NodeState* a, const NodeState* b) const {
-    return a->node->sequence < b->node->sequence;
+    return a->sequence < b->sequence;
   }
 };
 
@@ -47,9 +63,15 @@ std::atomic<uint64_t> next_number{1};
 // One backward pass.
 class Pass {
  public:
-  explicit Pass(const EngineRequest& request) : request_(request) {}
+  // inputs: none, or those of a first half
+  explicit Pass(const EngineRequest& request, std::span<const Edge> inputs = {})
+      : request_(request), inputs_(inputs) {}
 
   TensorList run();
+  void run_first_half();
+  void run_second_half();
+  bool may_defer(std::initializer_list<int> inputs) const;
+  void defer(std::initializer_list<int> inputs, std::function<TensorList()> calculate);
   int owed(const Node* node) const {
     const auto found = states_.find(node);
     return found == states_.end() ? 0 : found->second.owed;
@@ -72,13 +94,28 @@ class Pass {
  private:
   void discover();
   void mark_needed();
+  void deliver_roots();
+  void run_ready();
+  void make_ready(NodeState& state);
   void run_node(NodeState& state);
+  void run_second(NodeState& state);
+  // Whether what reaches it waits for the second half.
+  bool waits(const Edge& edge) const {
+    if (!first_half_ || !edge.node) return false;
+    const NodeState& state = states_.at(edge.node.get());
+    return !state.needed && !state.target;
+  }
   void deliver(const Edge& edge, Tensor gradient, const Node* from);
   void settle(const Edge& edge);
 
   const EngineRequest& request_;
+  const std::span<const Edge> inputs_;
+  bool first_half_ = false;
+  std::vector<NodeState*> second_;  // that are ready when the second half begins
+  NodeState* running_ = nullptr;
   std::unordered_map<const Node*, NodeState> states_;
   std::vector<NodeState*> discovered_;
+  std::vector<decltype(states_)::node_type> ran_;  // in a first half, and wait for the second
   std::priority_queue<NodeState*, std::vector<NodeState*>, Later> ready_;
   TensorList results_;
   // Of the node that runs: what arrived with its gradients, and which of them are the first ones.
@@ -128,6 +165,7 @@ void Pass::discover() {
     auto [found, fresh] = states_.try_emplace(edge.node.get());
     if (fresh) {
       found->second.node = edge.node;
+      found->second.sequence = edge.node->sequence;
       stack.push_back(&found->second);
       discovered_.push_back(&found->second);
     }
@@ -146,26 +184,40 @@ void Pass::discover() {
 void Pass::mark_needed() {
   for (size_t i = 0; i < request_.wanted.size(); ++i) {
     const auto found = states_.find(request_.wanted[i].node.get());
-    if (found != states_.end()) found->second.captures.emplace_back(request_.wanted[i].index, i);
+    if (found == states_.end()) continue;
+    found->second.captures.emplace_back(request_.wanted[i].index, i);
+    found->second.target = true;
+  }
+  for (const Edge& input : inputs_) {
+    const auto found = states_.find(input.node.get());
+    if (found != states_.end()) found->second.target = true;
   }
   // What runs later has a smaller sequence, but for leaves, which end every path.
   std::vector<NodeState*> order = discovered_;
   std::sort(order.begin(), order.end(), [](const NodeState* a, const NodeState* b) {
     const bool leaf_a = a->node->next_edges.empty(), leaf_b = b->node->next_edges.empty();
-    return leaf_a != leaf_b ? leaf_a : a->node->sequence < b->node->sequence;
+    return leaf_a != leaf_b ? leaf_a : a->sequence < b->sequence;
   });
   for (NodeState* state : order) {
     for (const Edge& edge : state->node->next_edges) {
       if (!edge.node) continue;
       const NodeState& next = states_.at(edge.node.get());
-      if (next.needed || !next.captures.empty()) state->needed = true;
+      if (next.needed || next.target) state->needed = true;
     }
   }
 }
 
 void Pass::settle(const Edge& edge) {
   NodeState& state = states_.at(edge.node.get());
-  if (--state.owed == 0) ready_.push(&state);
+  if (--state.owed == 0) make_ready(state);
+}
+
+void Pass::make_ready(NodeState& state) {
+  if (first_half_ && !state.needed && !state.target) {
+    second_.push_back(&state);
+  } else {
+    ready_.push(&state);
+  }
 }
 
 void Pass::deliver(const Edge& edge, Tensor gradient, const Node* from) {
@@ -283,6 +335,7 @@ void Pass::run_node(NodeState& state) {
   TensorList next;
   const std::string range_name = profiling() ? node.name() + " backward" : std::string();
   const ProfilerRange range(range_name, node.place);
+  const ScopedValue<NodeState*> running(running_, &state);
   try {
     next = node.apply(std::move(gradients));
   } catch (Error& error) {
@@ -301,15 +354,66 @@ void Pass::run_node(NodeState& state) {
   for (size_t i = 0; i < next.size(); ++i) {
     const Edge& edge = node.next_edges[i];
     if (!edge.node) continue;
+    if (waits(edge)) {
+      if (!state.second) state.second = std::make_unique<SecondHalf>();
+      state.second->edges.resize(next.size());
+      state.second->gradients.resize(next.size());
+      state.second->edges[i] = edge;
+      if (!next[i].defined()) continue;
+      state.second->gradients[i] = conform(
+          std::move(next[i]), edge.node->output_metas.at(static_cast<size_t>(edge.index)), &node);
+      continue;
+    }
     if (next[i].defined()) deliver(edge, std::move(next[i]), &node);
+    settle(edge);
+  }
+  if (state.second) {
+    state.second->range_name = range_name;
+    state.second->place = node.place;
+    second_.push_back(&state);
+  }
+}
+
+bool Pass::may_defer(std::initializer_list<int> inputs) const {
+  // Anomaly mode looks at each gradient where its op is named.
+  if (!first_half_ || running_ == nullptr || anomaly_enabled()) return false;
+  const std::vector<Edge>& edges = running_->node->next_edges;
+  bool any = false;
+  for (const int input : inputs) {
+    const Edge& edge = edges.at(static_cast<size_t>(input));
+    if (!edge.node) continue;
+    if (!waits(edge)) return false;
+    any = true;
+  }
+  return any;
+}
+
+void Pass::defer(std::initializer_list<int> inputs, std::function<TensorList()> calculate) {
+  if (!running_->second) running_->second = std::make_unique<SecondHalf>();
+  running_->second->calculations.push_back({inputs, std::move(calculate)});
+}
+
+void Pass::run_second(NodeState& state) {
+  const std::unique_ptr<SecondHalf> second = std::move(state.second);
+  const ProfilerRange range(second->range_name, second->place);
+  for (SecondHalf::Calculation& calculation : second->calculations) {
+    TensorList gradients = calculation.calculate();
+    calculation.calculate = nullptr;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const auto input = static_cast<size_t>(calculation.inputs[i]);
+      if (gradients[i].defined()) second->gradients[input] = std::move(gradients[i]);
+    }
+  }
+  for (size_t i = 0; i < second->edges.size(); ++i) {
+    const Edge& edge = second->edges[i];
+    if (!edge.node) continue;
+    Tensor& gradient = second->gradients[i];
+    if (gradient.defined()) deliver(edge, std::move(gradient), nullptr);
     settle(edge);
   }
 }
 
-TensorList Pass::run() {
-  discover();
-  results_.resize(request_.wanted.size());
-  if (!request_.wanted.empty()) mark_needed();
+void Pass::deliver_roots() {
   std::vector<NodeState*> roots;
   for (size_t i = 0; i < request_.roots.size(); ++i) {
     const Edge& root = request_.roots[i];
@@ -320,34 +424,118 @@ TensorList Pass::run() {
       roots.push_back(state);
     }
   }
-  for (NodeState* root : roots) ready_.push(root);
+  for (NodeState* root : roots) make_ready(*root);
+}
+
+void Pass::run_ready() {
   while (!ready_.empty()) {
     NodeState* state = ready_.top();
     ready_.pop();
-    run_node(*state);
+    if (state->second) {
+      run_second(*state);
+    } else {
+      run_node(*state);
+    }
   }
+}
+
+TensorList Pass::run() {
+  discover();
+  results_.resize(request_.wanted.size());
+  if (!request_.wanted.empty()) mark_needed();
+  deliver_roots();
+  run_ready();
   return std::move(results_);
 }
 
-}  // namespace
+void Pass::run_first_half() {
+  discover();
+  mark_needed();
+  first_half_ = true;
+  deliver_roots();
+  run_ready();
+  first_half_ = false;
+  // What ran lets go of the inputs; what waits has its edges. Later nodes may lie in its place.
+  for (NodeState* state : discovered_) {
+    if (!state->needed && !state->target) continue;
+    auto ran = states_.extract(state->node.get());
+    ran.mapped().node.reset();
+    if (ran.mapped().second) ran_.push_back(std::move(ran));
+  }
+  discovered_.clear();
+}
 
-TensorList run_backward(const EngineRequest& request) {
-  Pass pass(request);
+void Pass::run_second_half() {
+  for (NodeState* state : second_) ready_.push(state);
+  second_.clear();
+  run_ready();
+}
+
+// Runs a part of a pass as backward runs.
+template <class Part>
+void run_part(Pass& pass, bool create_graph, const Part& part) {
   ScopedValue<Pass*> current(current_pass, &pass);
-  TensorList results;
   {
-    ScopedValue<bool> mode(Context::current().slot<GradMode>().enabled, request.create_graph);
+    ScopedValue<bool> mode(Context::current().slot<GradMode>().enabled, create_graph);
     // Backward runs in the dtypes that forward has left, whatever scope it is called in.
     ScopedValue<bool> autocast(Context::current().slot<AutocastMode>().enabled, false);
     const CheckedMarks checked;  // forward was
-    results = pass.run();
+    part();
   }
   // Callbacks may queue further ones.
   for (size_t i = 0; i < pass.callbacks.size(); ++i) {
     const std::function<void()> callback = pass.callbacks[i];
     callback();
   }
+  pass.callbacks.clear();
+}
+
+}  // namespace
+
+TensorList run_backward(const EngineRequest& request) {
+  Pass pass(request);
+  TensorList results;
+  run_part(pass, request.create_graph, [&] { results = pass.run(); });
   return results;
+}
+
+// ---- Two halves (engine.h) --------------------------------------------------------------
+
+struct SplitBackward::Impl {
+  Request given;
+  const EngineRequest request;
+  Pass pass;
+  bool weights_left = true;
+  explicit Impl(Request of)
+      : given(std::move(of)),
+        request{.roots = given.roots, .gradients = given.gradients, .ones = given.ones},
+        pass(request, given.inputs) {}
+};
+
+SplitBackward::SplitBackward(Request request) : impl_(std::make_unique<Impl>(std::move(request))) {
+  run_part(impl_->pass, false, [&] { impl_->pass.run_first_half(); });
+  // The graph from the roots on, and with it the inputs.
+  for (Edge& root : impl_->given.roots) root = {};
+  for (Edge& input : impl_->given.inputs) input = {};
+  if (impl_->given.ones) return;  // whoever runs later may ask for them
+  for (Tensor& gradient : impl_->given.gradients) gradient = Tensor();
+}
+SplitBackward::~SplitBackward() = default;
+SplitBackward::SplitBackward(SplitBackward&&) noexcept = default;
+SplitBackward& SplitBackward::operator=(SplitBackward&&) noexcept = default;
+
+void SplitBackward::run_weights() {
+  TS_CHECK_AS(AutogradError, impl_ && std::exchange(impl_->weights_left, false), "run_weights",
+              "the gradients of weights are calculated once");
+  run_part(impl_->pass, false, [&] { impl_->pass.run_second_half(); });
+}
+
+bool detail::may_defer(std::initializer_list<int> inputs) {
+  return current_pass != nullptr && !grad_enabled() && current_pass->may_defer(inputs);
+}
+void detail::defer_gradients(std::initializer_list<int> inputs,
+                             std::function<TensorList()> calculate) {
+  current_pass->defer(inputs, std::move(calculate));
 }
 
 void queue_backward_callback(std::function<void()> callback) {

@@ -7,7 +7,10 @@
 #pragma once
 
 #include <functional>
+#include <initializer_list>
+#include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <tessera/autograd/node.h>
@@ -54,5 +57,58 @@ void leave_parts(const Tensor& whole, std::span<const Edge> edges, std::span<con
 bool arrived_as_part();
 // Whether that gradient is the ones with which the pass began, for which a loss was calculated.
 bool arrived_ones(int index);
+
+// ---- In two halves ------------------------------------------------------------------------------
+
+// [Note: two halves] A backward may run in halves: the gradients of inputs, for which somebody
+// waits, and later those of weights. Each product is calculated once.
+//
+//     SplitBackward backward({.roots = roots, .gradients = gradients, .inputs = inputs});
+//     send(x.grad());      // the inputs have theirs; weights have none yet
+//     backward.run_weights();
+//
+// The first half runs the nodes that lead to an input. An op of these that has a weight says with
+// weight_gradients() what is left to calculate for it: a linear layer keeps its input and the
+// gradient of its output, and frees the rest. What other ops return for weights (of norms, as small
+// as these) is kept until the second half as it is. The second half then runs what is left in the
+// order of one pass, so every sum is added up as there: gradients have the same bits. If nothing
+// leads to an input, the second half is all of it.
+class SplitBackward {
+ public:
+  struct Request {
+    std::vector<Edge> roots;  // where the pass starts
+    TensorList gradients;     // one for each root
+    bool ones = false;        // all of them are ones that the caller made
+    std::vector<Edge> inputs;
+  };
+  // Runs the first half. The graph is freed as the halves go on.
+  explicit SplitBackward(Request request);
+  ~SplitBackward();  // without run_weights(): weights get nothing
+  SplitBackward(SplitBackward&&) noexcept;
+  SplitBackward& operator=(SplitBackward&&) noexcept;
+  void run_weights();  // once; AutogradError for a second call
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+namespace detail {
+
+// Whether the running node is in a first half in which all gradients at these inputs may wait.
+bool may_defer(std::initializer_list<int> inputs);
+void defer_gradients(std::initializer_list<int> inputs, std::function<TensorList()> calculate);
+
+}  // namespace detail
+
+// For backward of an op: the gradients at these inputs, as `calculate` returns them; undefined ones
+// in the first half of a backward, in whose second half it is called. It captures tensors by value,
+// and nothing of Saved. What it returns undefined then is as backward has returned it.
+template <class Calculate>
+TensorList weight_gradients(std::initializer_list<int> inputs, Calculate calculate) {
+  if (!detail::may_defer(inputs)) return calculate();
+  detail::defer_gradients(inputs, std::move(calculate));
+  return TensorList(inputs.size());
+}
 
 }  // namespace tessera

@@ -258,7 +258,6 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"accelerate/tracking/append_file.h", "inside of trackers"},
     {"accelerate/tracking/fp8_values.h", "inside of the Accelerator's log()"},
     {"autograd/anomaly.h", "inside of the engine; AnomalyMode is in autograd.h"},
-    {"autograd/engine.h", "inside of backward()"},
     {"autograd/fp8/head.h", "inside of linear_cross_entropy(), which is in autograd/ops.h"},
     {"autograd/fp8/norm_call.h", "inside of ops"},
     {"autograd/fp8/operands.h", "inside of ops"},

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/engine.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/conv/conv.h>
 #include <tessera/core/kernels/pool/pool.h>
@@ -98,7 +99,12 @@ Tensor conv(const Tensor& x, const Tensor& weight, const Tensor& bias,
           grad_x = conv_input_gradient(dy[0], s.input(1), s.input_shape(0), geometry);
         }
         if (s.needs(1)) {
-          grad_weight = conv_weight_gradient(dy[0], s.input(0), s.input_shape(1), geometry);
+          grad_weight =
+              weight_gradients({1},
+                               [gradient = dy[0], x = s.input(0), shape = s.input_shape(1),
+                                geometry]() -> TensorList {
+                                 return {conv_weight_gradient(gradient, x, shape, geometry)};
+                               })[0];
         }
         if (s.needs(2)) grad_bias = sum(dy[0], {0, 2, 3});
         return {grad_x, grad_weight, grad_bias};
@@ -262,7 +268,12 @@ Tensor conv_transpose(const Tensor& x, const Tensor& weight, const Tensor& bias,
         Tensor grad_x, grad_weight, grad_bias;
         if (s.needs(0)) grad_x = conv(dy[0], s.input(1), {}, geometry);
         if (s.needs(1)) {
-          grad_weight = conv_weight_gradient(s.input(0), dy[0], s.input_shape(1), geometry);
+          grad_weight =
+              weight_gradients({1},
+                               [gradient = dy[0], x = s.input(0), shape = s.input_shape(1),
+                                geometry]() -> TensorList {
+                                 return {conv_weight_gradient(x, gradient, shape, geometry)};
+                               })[0];
         }
         if (s.needs(2)) grad_bias = sum(dy[0], {0, 2, 3});
         return {grad_x, grad_weight, grad_bias};

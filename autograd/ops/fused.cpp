@@ -60,6 +60,17 @@ Tensor input_gradient(const Tensor& rows, const Saved& s) {
   return raw::view(grad, s.input_shape(0));
 }
 
+// Of a weight and a bias, at these inputs.
+TensorList layer_gradients(std::initializer_list<int> inputs, const Tensor& rows, const Tensor& x,
+                           bool wants_bias) {
+  return weight_gradients(inputs, [rows, x, wants_bias]() -> TensorList {
+    const kernels::LinearGradients gradients =
+        kernels::linear_gradients(rows, rows_of(x), wants_bias);
+    count_flops(linear_flops(rows, gradients.weight));
+    return {gradients.weight, gradients.bias};
+  });
+}
+
 // Input i as recorded backwards take it, if there is one.
 Tensor place_of(const Saved& s, int i, bool defined) {
   return defined ? s.input_or_place(i) : Tensor();
@@ -103,11 +114,9 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
           count_flops(linear_flops(before, s.input(1)));
         }
         if (s.needs(1)) {
-          const kernels::LinearGradients gradients =
-              kernels::linear_gradients(rows, rows_of(s.input(0)), wants_bias);
-          count_flops(linear_flops(before, s.input(1)));
-          grad_weight = gradients.weight;
-          if (wants_bias) grad_bias = gradients.bias;
+          const TensorList late = layer_gradients({1, 2}, rows, s.input(0), wants_bias);
+          grad_weight = late[0];
+          if (wants_bias) grad_bias = late[1];
         } else if (wants_bias) {
           grad_bias = sum(rows, {0});
         }
@@ -188,17 +197,21 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
         const bool wants_out_bias = s.needs(4) && !grads[4].defined();
         const Tensor rows = rows_of(dy[0]);
         if (s.needs(3)) {
-          Tensor hidden = s.extra(1);
-          if (!hidden.defined()) {
-            hidden = tanh_form ? kernels::unary<fn::GeluTanh>(s.extra(0))
-                               : kernels::unary<fn::Gelu>(s.extra(0));
-          }
-          const kernels::LinearGradients outer =
-              kernels::linear_gradients(rows, rows_of(hidden), wants_out_bias);
-          hidden = Tensor();
-          count_flops(linear_flops(rows, outer.weight));
-          grads[3] = outer.weight;
-          if (wants_out_bias) grads[4] = outer.bias;
+          const bool kept = s.extra(1).defined();
+          const TensorList outer = weight_gradients(
+              {3, 4},
+              [rows, kept, source = s.extra(kept ? 1 : 0), tanh_form,
+               wants_out_bias]() -> TensorList {
+                const Tensor hidden = kept        ? source
+                                      : tanh_form ? kernels::unary<fn::GeluTanh>(source)
+                                                  : kernels::unary<fn::Gelu>(source);
+                const kernels::LinearGradients gradients =
+                    kernels::linear_gradients(rows, rows_of(hidden), wants_out_bias);
+                count_flops(linear_flops(rows, gradients.weight));
+                return {gradients.weight, gradients.bias};
+              });
+          grads[3] = outer[0];
+          if (wants_out_bias) grads[4] = outer[1];
         } else if (wants_out_bias) {
           grads[4] = sum(rows, {0});
         }
@@ -210,11 +223,9 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
         grads[2] = bias;
         const bool wants_bias = s.needs(2) && !bias.defined();
         if (s.needs(1)) {
-          const kernels::LinearGradients inner =
-              kernels::linear_gradients(before, rows_of(s.input(0)), wants_bias);
-          count_flops(linear_flops(before, inner.weight));
-          grads[1] = inner.weight;
-          if (wants_bias) grads[2] = inner.bias;
+          const TensorList inner = layer_gradients({1, 2}, before, s.input(0), wants_bias);
+          grads[1] = inner[0];
+          if (wants_bias) grads[2] = inner[1];
         } else if (wants_bias) {
           grads[2] = sum(before, {0});
         }

@@ -3,6 +3,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/engine.h>
 #include <tessera/autograd/linear_rules.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -54,12 +55,19 @@ Tensor matmul_of_matrices(const Tensor& a, const Tensor& b) {
       },
       [](Grads dy, const Saved& s) -> TensorList {
         Tensor grad_a, grad_b;
-        if (s.needs(0)) grad_a = matmul(dy[0], swapped(s.input(1)));
+        const Tensor gradient = dy[0];
+        if (s.needs(0)) {
+          grad_a = weight_gradients({0}, [gradient, b = s.input(1)]() -> TensorList {
+            return {matmul(gradient, swapped(b))};
+          })[0];
+        }
         if (s.needs(1)) {
           // One long product, not a sum over the batch, where all of it met one matrix.
           const bool one_matrix = s.input_shape(1).size() == 2;
-          grad_b = one_matrix ? matmul(swapped(as_rows(s.input(0))), as_rows(dy[0]))
-                              : matmul(swapped(s.input(0)), dy[0]);
+          grad_b = weight_gradients({1}, [gradient, one_matrix, a = s.input(0)]() -> TensorList {
+            return {one_matrix ? matmul(swapped(as_rows(a)), as_rows(gradient))
+                               : matmul(swapped(a), gradient)};
+          })[0];
         }
         return {grad_a, grad_b};
       });
@@ -150,17 +158,23 @@ TensorList linear_gradients(const Tensor& dy, const Saved& s) {
   if (s.needs(0)) grad_x = linear_input_gradient(dy, rows, s);
   if (s.needs(2)) grad_bias = s.column_sums();
   const bool wants_bias = s.needs(2) && !grad_bias.defined();
-  const auto x_rows = [&] {
+  if (s.needs(1)) {
     const Tensor x = s.input(0);
-    return as_rows(x.dim() == 1 ? unsqueeze(x, 0) : x);
-  };
-  if (s.needs(1) && wants_bias && !grad_enabled()) {
-    const kernels::LinearGradients gradients = kernels::linear_gradients(rows, x_rows(), true);
-    count_flops(product_flops(swapped(rows), gradients.weight));
-    return {grad_x, gradients.weight, gradients.bias};
+    const TensorList late = weight_gradients({1, 2}, [rows, x, wants_bias]() -> TensorList {
+      const Tensor x_rows = as_rows(x.dim() == 1 ? unsqueeze(x, 0) : x);
+      if (wants_bias && !grad_enabled()) {
+        const kernels::LinearGradients gradients = kernels::linear_gradients(rows, x_rows, true);
+        count_flops(product_flops(swapped(rows), gradients.weight));
+        return {gradients.weight, gradients.bias};
+      }
+      const Tensor of_weight = matmul(swapped(rows), x_rows);
+      return {of_weight, wants_bias ? sum(rows, {0}) : Tensor()};
+    });
+    grad_weight = late[0];
+    if (wants_bias) grad_bias = late[1];
+  } else if (wants_bias) {
+    grad_bias = sum(rows, {0});
   }
-  if (s.needs(1)) grad_weight = matmul(swapped(rows), x_rows());
-  if (wants_bias) grad_bias = sum(rows, {0});
   return {grad_x, grad_weight, grad_bias};
 }
 
@@ -245,9 +259,20 @@ Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& be
         return result;
       },
       [beta, alpha](Grads dy, const Saved& s) -> TensorList {
-        return {s.needs(0) ? mul(dy[0], beta) : Tensor(),
-                s.needs(1) ? mul(matmul(dy[0], swapped(s.input(2))), alpha) : Tensor(),
-                s.needs(2) ? mul(matmul(swapped(s.input(1)), dy[0]), alpha) : Tensor()};
+        TensorList grads(3);
+        const Tensor gradient = dy[0];
+        if (s.needs(0)) grads[0] = mul(gradient, beta);
+        if (s.needs(1)) {
+          grads[1] = weight_gradients({1}, [gradient, alpha, b = s.input(2)]() -> TensorList {
+            return {mul(matmul(gradient, swapped(b)), alpha)};
+          })[0];
+        }
+        if (s.needs(2)) {
+          grads[2] = weight_gradients({2}, [gradient, alpha, a = s.input(1)]() -> TensorList {
+            return {mul(matmul(swapped(a), gradient), alpha)};
+          })[0];
+        }
+        return grads;
       });
 }
 
