@@ -35,13 +35,6 @@ PipelineExecutor::PipelineExecutor(PipelineTable schedule, std::vector<PipelineS
       rank_(groups.outputs.rank()) {
   TS_CHECK(schedule_.lowered(), kPipeline, "the table has no messages; lower() adds them");
   simulate(schedule_);
-  for (const auto& row : schedule_.rows) {
-    for (const Action& action : row) {
-      TS_CHECK_AS(UnsupportedError,
-                  action.act != Act::kInputGradient && action.act != Act::kWeightGradient,
-                  kPipeline, "backwards in two halves (zero_bubble_h1) do not run yet; take 1f1b");
-    }
-  }
   for (const Group* group : {&groups_.outputs, &groups_.gradients}) {
     TS_CHECK(group->size() == schedule_.ranks() && group->rank() == rank_, kPipeline,
              "both groups have the ranks of the table, ", schedule_.ranks(), ", in one order; '",
@@ -121,6 +114,7 @@ void PipelineExecutor::forget() {
   sends_.clear();
   losses_.clear();
   live_.clear();
+  halves_.clear();
   looks_in_.clear();
   looks_out_.clear();
 }
@@ -130,7 +124,10 @@ void PipelineExecutor::run(const Action& action) {
     case Act::kForward:
       return forward(action);
     case Act::kBackward:
+    case Act::kInputGradient:
       return backward(action);
+    case Act::kWeightGradient:
+      return weight_gradients(action);
     case Act::kSend:
       return send(action);
     case Act::kReceive:
@@ -141,9 +138,6 @@ void PipelineExecutor::run(const Action& action) {
       return stage_of(action.stage).release();
     case Act::kReduce:
       return stage_of(action.stage).reduce();
-    case Act::kInputGradient:
-    case Act::kWeightGradient:
-      return;  // refused by the constructor
   }
 }
 
@@ -207,15 +201,28 @@ void PipelineExecutor::backward(const Action& action) {
   const Key key(action.stage, action.micro);
   const Live live = std::move(live_.extract(key).mapped());
   PipelineStage& stage = stage_of(action.stage);
+  const bool whole = action.act == Act::kBackward;
   {
-    const std::shared_ptr<void> scope = stage.enter_backward(action.micro);
-    if (action.stage == schedule_.stages - 1) {
-      if (live.loss.requires_grad()) {
-        tessera::backward(live.loss, stage.seed(action.micro, live.loss));
+    const std::shared_ptr<void> scope = stage.enter_backward(action.micro, whole);
+    SplitBackward::Request from;
+    if (action.stage < schedule_.stages - 1) {
+      from.roots = live.history;
+      from.gradients = taken(arriving_[1], key);
+    } else if (live.loss.requires_grad()) {
+      const Tensor seed = stage.seed(action.micro, live.loss);
+      from.ones = !seed.defined();
+      from.roots = {gradient_edge(live.loss)};
+      from.gradients = {from.ones
+                            ? raw::full(live.loss.shape(), 1, live.loss.dtype(), live.loss.device())
+                            : seed};
+    }
+    if (!from.roots.empty() && whole) {
+      run_backward({.roots = from.roots, .gradients = from.gradients, .ones = from.ones});
+    } else if (!from.roots.empty()) {
+      for (const Tensor& input : live.inputs) {
+        if (input.defined() && input.requires_grad()) from.inputs.push_back(gradient_edge(input));
       }
-    } else {
-      const std::vector<Tensor> gradients = taken(arriving_[1], key);
-      if (!gradients.empty()) run_backward({.roots = live.history, .gradients = gradients});
+      halves_.emplace(key, std::move(from));
     }
   }
   if (action.stage == 0) return;
@@ -227,6 +234,12 @@ void PipelineExecutor::backward(const Action& action) {
                                            : raw::zeros_like(input));
   }
   hand_on(true, action, std::move(of_inputs));
+}
+
+void PipelineExecutor::weight_gradients(const Action& action) {
+  const std::shared_ptr<void> scope = stage_of(action.stage).enter_backward(action.micro, true);
+  const auto half = halves_.extract(Key(action.stage, action.micro));
+  if (!half.empty()) half.mapped().run_weights();
 }
 
 // ---- Between stages -----------------------------------------------------------------------------

@@ -9,8 +9,9 @@
 // other, to the bit: each backward adds one micro-batch's sum, in ascending order.
 //
 // Of what a stage returns only the history is kept until its backward; the elements go when they
-// were sent, unless that backward reads them. An error says in which action of which rank it
-// happened.
+// were sent, unless that backward reads them. Between the halves of a backward its linear layers
+// keep their inputs and the gradients of their outputs (autograd/engine.h). An error says
+// in which action of which rank it happened.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/autograd/engine.h>
 #include <tessera/autograd/node.h>
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/pipeline/schedule.h>
@@ -38,8 +40,8 @@ class PipelineStage {
   virtual std::vector<Tensor> forward(int micro, std::span<const Tensor> inputs) = 0;
   // The last stage's: the gradient with which the backward of a loss begins; undefined: 1.
   virtual Tensor seed(int /*micro*/, const Tensor& /*loss*/) { return {}; }
-  // Lives while the backward of a micro-batch runs.
-  virtual std::shared_ptr<void> enter_backward(int /*micro*/) { return nullptr; }
+  // Lives while the backward of a micro-batch runs, or one of its halves; `ends`: none follows.
+  virtual std::shared_ptr<void> enter_backward(int /*micro*/, bool /*ends*/) { return nullptr; }
   // For stages whose parameters are sharded: gather and release parameters, reduce gradients.
   virtual void gather() {}
   virtual void release() {}
@@ -63,8 +65,7 @@ struct ExecutorOptions {
 class PipelineExecutor {
  public:
   // `stages`: this rank's, rank, rank + ranks, ... They and the groups outlive the executor. Throws
-  // ScheduleError; ValueError for a table without messages, stages or groups that do not fit it;
-  // UnsupportedError for backwards in two halves.
+  // ScheduleError; ValueError for a table without messages, stages or groups that do not fit it.
   PipelineExecutor(PipelineTable schedule, std::vector<PipelineStage*> stages,
                    PipelineGroups groups, const ExecutorOptions& options = {});
 
@@ -104,6 +105,7 @@ class PipelineExecutor {
   void run(const Action& action);
   void forward(const Action& action);
   void backward(const Action& action);
+  void weight_gradients(const Action& action);
   void send(const Action& action);
   void receive(const Action& action);
   std::vector<Tensor> taken(std::map<Key, Arriving>& from, Key key);
@@ -129,6 +131,7 @@ class PipelineExecutor {
   std::vector<Action> trace_;
   std::vector<Tensor> losses_;
   std::map<Key, Live> live_;                               // between forward and backward
+  std::map<Key, SplitBackward> halves_;                    // between the halves of a backward
   std::map<Key, Arriving> arriving_[2];                    // outputs and gradients that are taken
   std::map<Key, std::vector<Tensor>> leaving_[2];          // that are sent
   std::map<Key, std::vector<Look>> looks_in_, looks_out_;  // see look_key()

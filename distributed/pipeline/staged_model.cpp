@@ -379,7 +379,7 @@ std::vector<Tensor> StagedModel::Impl::Stage::forward(int micro, std::span<const
   return outputs;
 }
 
-std::shared_ptr<void> StagedModel::Impl::Stage::enter_backward(int micro) {
+std::shared_ptr<void> StagedModel::Impl::Stage::enter_backward(int micro, bool ends) {
   struct Scope {
     Impl& impl;
     std::shared_ptr<Call> call;
@@ -387,7 +387,9 @@ std::shared_ptr<void> StagedModel::Impl::Stage::enter_backward(int micro) {
     ScopedValue<bool> in_backward;
   };
   impl->show(number);
-  std::shared_ptr<Call> call = std::move(calls.extract(micro).mapped());
+  const auto found = calls.find(micro);
+  const std::shared_ptr<Call> call = found->second;
+  if (ends) calls.erase(found);
   const MetaInputs*& slot = Context::current().slot<MetaInputsSlot>().rules;
   return std::shared_ptr<void>(
       new Scope{*impl, call, {slot, call.get()}, {impl->in_backward, true}},

@@ -61,7 +61,7 @@ struct StagedModel::Impl {
     Tensor seed(int micro, const Tensor& loss) override {
       return impl->calls.seed ? impl->calls.seed(micro, loss) : Tensor();
     }
-    std::shared_ptr<void> enter_backward(int micro) override;
+    std::shared_ptr<void> enter_backward(int micro, bool ends) override;
   };
   // Parameters of a stage of this rank that its data-parallel ranks divide.
   struct Shards {

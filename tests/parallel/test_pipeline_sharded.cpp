@@ -104,6 +104,28 @@ TEST(PipelineSharded, DropoutAndRecomputedBlocksGiveTheSame) {
   }
 }
 
+TEST(PipelineSharded, BackwardsInTwoHalvesGiveTheSame) {
+  constexpr auto kHalves = distributed::PipelineSchedule::kZeroBubbleH1;
+  for (const Sharding sharding : {Sharding::kDdp, Sharding::kZero1, Sharding::kFsdp}) {
+    for (const bool checkpoints : {false, true}) {
+      expect_as_alone([] { return gpt(false, 0.2); }, {.pp = 2,
+                                                       .ranks = 4,
+                                                       .micro_batches = 3,
+                                                       .schedule = kHalves,
+                                                       .sharding = sharding,
+                                                       .checkpoints = checkpoints});
+    }
+  }
+  for (const bool sequence : {false, true}) {
+    expect_as_alone(llama, {.pp = 2,
+                            .ranks = 4,
+                            .micro_batches = 3,
+                            .schedule = kHalves,
+                            .tp = 2,
+                            .sequence = sequence});
+  }
+}
+
 TEST(PipelineSharded, GradientsThatNobodyClearedAreAddedTo) {
   for (const bool alike : {false, true}) {
     Way way{.pp = 2, .ranks = 4, .micro_batches = 2, .alike = alike, .zeroes = false};
