@@ -7,19 +7,28 @@
 //     bench_ddp --ranks 2 --sharding fsdp          # ranks hold parts
 //     bench_ddp --ranks 2 --compare                # all modes, step by step in turn
 //     tessera launch -n 2 -- bench_ddp --sharding tp_sequence    # ranks divide layers and tokens
+//     tessera launch -n 2 -- bench_ddp --sharding pp --micro-batches 8 --one-process    # stages
 //
 // Prints one JSON line for each mode. Ranks of tp and tp_sequence have one batch together; of them
 // "products_ms" is the time of a rank's matrix products alone (forward, and both gradients), beside
-// steps in turn, and "message_bytes" is what a rank copies out of others' messages. "hidden" is the share of the time under way, over all
-// buckets, in which no wait stood still for it; resident bytes are those of the process over what
-// it had before the models were made. Exits with 1 where counts or bytes differ from the report.
+// steps in turn, and "message_bytes" is what a rank copies out of others' messages. Ranks of pp,
+// pp_gpipe, pp_interleaved (two stages each) and pp_zero_bubble send micro-batches of --batch-size
+// sequences through an untied model; with --one-process rank 0 takes the same steps alone, in turn,
+// and "bound_ms" is 1.1 (m + p - 1) / (m p) of their time. "hidden" is the share of the time under
+// way, over all buckets, in which no wait stood still for it; resident bytes are those of the
+// process over what it had before the models were made. Exits with 1 where counts or bytes differ
+// from the report.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/process/run.h>
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/core/memory/allocator.h>
@@ -29,6 +38,7 @@
 #include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/mesh/parallel_dims.h>
+#include <tessera/distributed/pipeline/schedule.h>
 #include <tessera/distributed/tensor_parallel/parallelize.h>
 #include <tessera/distributed/transport/process_group.h>
 #include <tessera/distributed/transport/run_ranks.h>
@@ -48,15 +58,33 @@ struct Options {
   int64_t threads = 1, warmup = 2, steps = 10, accumulate = 1;
   int64_t bucket_bytes = distributed::kBucketBytes;
   std::string hook = "all_reduce", sharding = "ddp", dtype = "f32";
-  bool compare = false;
+  bool compare = false, one_process = false;
 };
 
 const std::vector<std::string> kModes = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
 const std::vector<std::string> kDividing = {"tp", "tp_sequence"};
+struct PipelineMode {
+  std::string name;
+  distributed::PipelineSchedule schedule;
+  int stages_per_rank;
+};
+const std::vector<PipelineMode> kPipelines = {
+    {"pp", distributed::PipelineSchedule::kOneFOneB, 1},
+    {"pp_gpipe", distributed::PipelineSchedule::kGPipe, 1},
+    {"pp_interleaved", distributed::PipelineSchedule::kOneFOneB, 2},
+    {"pp_zero_bubble", distributed::PipelineSchedule::kZeroBubbleH1, 1}};
+// Those of a pipeline in one process.
+constexpr std::string_view kAlone = "one_process";
+
+const PipelineMode* pipeline_mode(std::string_view name) {
+  const auto found = std::ranges::find(kPipelines, name, &PipelineMode::name);
+  return found == kPipelines.end() ? nullptr : &*found;
+}
 
 std::vector<std::string> all_modes() {
   std::vector<std::string> modes = kModes;
   modes.insert(modes.end(), kDividing.begin(), kDividing.end());
+  for (const PipelineMode& mode : kPipelines) modes.push_back(mode.name);
   return modes;
 }
 
@@ -76,7 +104,7 @@ Options parse(int argc, char** argv) {
   add("--threads", options.threads, "for compute, of each rank");
   add("--warmup", options.warmup, "steps before");
   add("--steps", options.steps, "measured steps");
-  add("--accumulate", options.accumulate, "micro-batches a step");
+  add("--accumulate,--micro-batches", options.accumulate, "micro-batches a step");
   add("--bucket-bytes", options.bucket_bytes, "where a bucket is closed");
   app.add_option("--hook", options.hook, "how gradients travel")
       ->capture_default_str()
@@ -87,12 +115,16 @@ Options parse(int argc, char** argv) {
   app.add_option("--dtype", options.dtype, "f32, or bf16 by autocast")
       ->capture_default_str()
       ->check(CLI::IsMember({"f32", "bf16"}));
+  app.add_flag("--one-process", options.one_process,
+               "of pp: steps of rank 0 alone in turn, and the bound that they give");
   app.add_flag("--compare", options.compare, "all modes in turn, and their speed beside ddp's");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     std::exit(app.exit(error));
   }
+  TS_CHECK(!options.one_process || pipeline_mode(options.sharding) != nullptr, "bench_ddp",
+           "--one-process is for pp; --sharding is ", options.sharding);
   return options;
 }
 
@@ -183,11 +215,20 @@ class Training {
                                                                      .context = options.context,
                                                                      .width = options.width,
                                                                      .layers = options.layers,
-                                                                     .heads = options.heads});
+                                                                     .heads = options.heads,
+                                                                     .tied = !by_stages()});
     parameters_ = model_->num_parameters();
-    shard();
-    optimizer_ =
-        std::make_unique<optim::AdamW>(model_->named_parameters(), optim::AdamWOptions{.lr = 3e-4});
+    const auto make_optimizer = [&] {
+      optimizer_ = std::make_shared<optim::AdamW>(model_->named_parameters(),
+                                                  optim::AdamWOptions{.lr = 3e-4});
+    };
+    if (const PipelineMode* mode = pipeline_mode(mode_)) {
+      make_optimizer();
+      deal(*mode);
+    } else {
+      shard();
+      make_optimizer();
+    }
     const Tensor tokens = randint(0, options.vocab, {options.batch_size, options.context + 1});
     inputs_ = tokens.narrow(1, 0, options.context).contiguous();
     targets_ = tokens.narrow(1, 1, options.context).contiguous();
@@ -196,6 +237,16 @@ class Training {
   void step(bool measured) {
     const distributed::CommTrace::Scope scope(distributed::world().trace());
     const auto begin = Clock::now();
+    if (pipeline_) {
+      step_by_stages();
+      const double time = milliseconds_since(begin);
+      message_bytes_ = 0;
+      for (const distributed::CommRecord& record : scope.records()) {
+        message_bytes_ += record.wire_bytes();
+      }
+      if (measured) times_.push_back(time);
+      return;
+    }
     for (int64_t micro = 0; micro < options_.accumulate; ++micro) {
       if (parallel_ != nullptr) {
         distributed::StepPlan plan = distributed::StepPlan::of(micro, options_.accumulate);
@@ -229,7 +280,8 @@ class Training {
     }
     if (!measured) return;
     times_.push_back(time);
-    if (parallel_ == nullptr) return floor_->run();
+    if (floor_) return floor_->run();
+    if (parallel_ == nullptr) return;
     hidden_.push_back(hidden_share(scope.records(), distributed::Channel::kGradient));
     waited_.push_back(parallel_->pass().record().waited * 1e3);
   }
@@ -237,8 +289,10 @@ class Training {
   double milliseconds() const { return median(times_); }
   const std::vector<double>& times() const { return times_; }
 
-  void print(double speed_beside_ddp, int64_t start_up_bytes) const {
+  // one_process_ms: 0 where it was not measured.
+  void print(double speed_beside_ddp, int64_t start_up_bytes, double one_process_ms) const {
     const double ms = milliseconds();
+    if (pipeline_) return print_stages(start_up_bytes, one_process_ms);
     if (parallel_ == nullptr) return print_divided(start_up_bytes);
     const auto tokens_in_step = static_cast<double>(
         options_.batch_size * options_.context * options_.accumulate * distributed::world_size());
@@ -275,8 +329,59 @@ class Training {
         static_cast<long long>(bench::peak_resident_bytes() - start_up_bytes));
   }
 
+  bool by_stages() const { return mode_ == kAlone || pipeline_mode(mode_) != nullptr; }
+
+  void deal(const PipelineMode& mode) {
+    AcceleratorOptions settings{
+        .mixed_precision = options_.dtype == "f32" ? Precision::kNo : Precision::kBF16,
+        .gradient_accumulation_steps = options_.accumulate,
+        .cpu = true};
+    settings.pp.size = distributed::world_size();
+    settings.pp.stages_per_rank = mode.stages_per_rank;
+    settings.pp.schedule = mode.schedule;
+    accelerator_ = std::make_unique<Accelerator>(settings);
+    pipeline_.emplace(accelerator_->pipeline(*model_));
+    accelerator_->prepare(*model_, optimizer_);
+    bubble_ =
+        distributed::simulate(distributed::make_schedule(mode.schedule, distributed::world_size(),
+                                                         mode.stages_per_rank,
+                                                         static_cast<int>(options_.accumulate)))
+            .bubble;
+  }
+
+  void step_by_stages() {
+    const std::vector<int64_t> window(static_cast<size_t>(options_.accumulate));
+    pipeline_->step(window, [&](int64_t) -> Tensor { return (*model_)(inputs_, targets_).loss; });
+    accelerator_->clip_grad_norm(model_->parameters(), 1.0);
+    optimizer_->step();
+    optimizer_->zero_grad();
+  }
+
+  void print_stages(int64_t start_up_bytes, double one_process_ms) const {
+    const double ms = milliseconds();
+    const auto p = static_cast<double>(distributed::world_size());
+    const auto m = static_cast<double>(options_.accumulate);
+    const auto tokens = static_cast<double>(options_.batch_size * options_.context) * m;
+    char beside[96] = "";
+    if (one_process_ms > 0) {
+      std::snprintf(beside, sizeof beside, "\"one_process_ms\": %.3f, \"bound_ms\": %.3f, ",
+                    one_process_ms, 1.1 * (m + p - 1) / (m * p) * one_process_ms);
+    }
+    std::printf(
+        "{\"ranks\": %d, \"threads\": %lld, \"sharding\": \"%s\", \"dtype\": \"%s\", "
+        "\"parameters\": %lld, \"micro_batches\": %lld, \"ms_per_step\": %.3f, "
+        "\"tokens_per_s\": %.1f, \"bubble\": %.3f, \"message_bytes\": %.0f, %s"
+        "\"resident_bytes\": %lld, \"peak_resident_bytes\": %lld}\n",
+        distributed::world_size(), static_cast<long long>(options_.threads), mode_.c_str(),
+        options_.dtype.c_str(), static_cast<long long>(parameters_),
+        static_cast<long long>(options_.accumulate), ms, tokens / ms * 1e3, bubble_, message_bytes_,
+        beside, static_cast<long long>(bench::resident_bytes() - start_up_bytes),
+        static_cast<long long>(bench::peak_resident_bytes() - start_up_bytes));
+  }
+
   void shard() {
     using namespace distributed;
+    if (mode_ == kAlone) return;
     if (std::ranges::count(kDividing, mode_) != 0) {
       dims_ = std::make_unique<ParallelDims>(
           world(), ParallelSizes{.dp_shard = 1, .tp = distributed::world_size()});
@@ -315,7 +420,10 @@ class Training {
   std::unique_ptr<distributed::ParallelDims> dims_;           // of tp and tp_sequence
   std::unique_ptr<distributed::DataParallelModel> parallel_;  // of the others
   const distributed::Replica* replica_ = nullptr;             // it, where it is one
-  std::unique_ptr<optim::AdamW> optimizer_;
+  std::unique_ptr<Accelerator> accelerator_;                  // of pp
+  std::optional<Pipeline> pipeline_;
+  double bubble_ = 0;  // of the simulated schedule
+  std::shared_ptr<optim::AdamW> optimizer_;
   Tensor inputs_, targets_;
   distributed::Traffic gradients_, gathers_;  // of the last step
   double message_bytes_ = 0;
@@ -333,8 +441,17 @@ void run(const Options& options) {
       trainings.push_back(std::make_unique<Training>(options, mode));
     }
   }
+  std::unique_ptr<Training> alone;
+  if (options.one_process && distributed::rank() == 0) {
+    alone = std::make_unique<Training>(options, std::string(kAlone));
+  }
   for (int64_t step = 0; step < options.warmup + options.steps; ++step) {
     for (const auto& training : trainings) training->step(step >= options.warmup);
+    if (!options.one_process) continue;
+    // The others wait meanwhile.
+    distributed::world().barrier();
+    if (alone) alone->step(step >= options.warmup);
+    distributed::world().barrier();
   }
   if (distributed::rank() != 0) return;
   for (const auto& training : trainings) {
@@ -343,7 +460,8 @@ void run(const Options& options) {
     for (size_t i = 0; i < training->times().size(); ++i) {
       ratios.push_back(trainings.front()->times()[i] / training->times()[i]);
     }
-    training->print(options.compare ? median(ratios) : 0, start_up_bytes);
+    training->print(options.compare ? median(ratios) : 0, start_up_bytes,
+                    alone ? alone->milliseconds() : 0);
   }
 }
 

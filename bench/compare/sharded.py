@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Trains GPT-2 on two ranks under tessera's fsdp and PyTorch's FSDP2, or another mode of both, run
+r"""Trains GPT-2 on two ranks under tessera's fsdp and PyTorch's FSDP2, or another mode of both, run
 by run in turn.
 
     python bench/compare/sharded.py --build build --rounds 5
     python bench/compare/sharded.py --build build --sharding tp_sequence --mode tp
+    python bench/compare/sharded.py --build build --sharding pp --mode pp \
+        --options "--warmup 1 --steps 4 --micro-batches 8"
 
 Each round starts bench_ddp (processes, by `tessera launch`) and pytorch_fsdp.py with the same
 options, one after the other, so that a change of the machine's speed meets both. Prints both lines
@@ -27,7 +29,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--build", default="build", help="build folder with bin/ and bench/")
 parser.add_argument("--sharding", default="fsdp", help="tessera's mode")
-parser.add_argument("--mode", default="fsdp", choices=["fsdp", "ddp", "tp", "tp_sequence"],
+parser.add_argument("--mode", default="fsdp", choices=["fsdp", "ddp", "tp", "tp_sequence", "pp", "pp_gpipe", "pp_interleaved",
+                             "pp_zero_bubble"],
                     help="PyTorch's")
 parser.add_argument("--rounds", type=int, default=5)
 parser.add_argument("--ranks", type=int, default=2)
