@@ -181,6 +181,33 @@ TEST(PipelineExecutor, GradientsAndLossesHaveTheBitsOfOneProcess) {
   }
 }
 
+// With the gradients of weights behind all else, or right behind those of inputs.
+PipelineTable in_halves(PipelineTable schedule, bool at_the_end) {
+  for (auto& row : schedule.rows) {
+    std::vector<Action> halves, last;
+    for (Action action : row) {
+      halves.push_back(action);
+      if (action.act != Act::kBackward) continue;
+      halves.back().act = Act::kInputGradient;
+      action.act = Act::kWeightGradient;
+      (at_the_end ? last : halves).push_back(action);
+    }
+    halves.insert(halves.end(), last.begin(), last.end());
+    row = halves;
+  }
+  return schedule;
+}
+
+TEST(PipelineExecutor, AnyScheduleRunsInHalves) {
+  for (const bool at_the_end : {false, true}) {
+    expect_as_in_one_process(lower(in_halves(one_f_one_b(3, 5), at_the_end)));
+    expect_as_in_one_process(lower(in_halves(gpipe(2, 3), at_the_end)));
+    for (const int ranks : {1, 2, 4}) {
+      expect_as_in_one_process(lower(in_halves(interleaved_1f1b(ranks, 2, 5), at_the_end)));
+    }
+  }
+}
+
 TEST(PipelineExecutor, AsManyActivationsAreAliveAsInTheSimulatedRun) {
   std::vector<PipelineTable> tables;
   for (const int micro_batches : {1, 3, 6}) {
@@ -189,6 +216,7 @@ TEST(PipelineExecutor, AsManyActivationsAreAliveAsInTheSimulatedRun) {
       tables.push_back(make_schedule(kind, 3, 1, micro_batches));
     }
     tables.push_back(make_schedule(PipelineSchedule::kOneFOneB, 3, 2, micro_batches));
+    tables.push_back(lower(in_halves(interleaved_1f1b(3, 2, micro_batches), true)));
   }
   for (const PipelineTable& schedule : tables) {
     const Timing timing = simulate(schedule);
