@@ -5,6 +5,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/engine.h>
 #include <tessera/autograd/fp8/norm_call.h>
 #include <tessera/autograd/fp8/operands.h>
 #include <tessera/autograd/fp8/weight.h>
@@ -198,17 +199,26 @@ Tensor fp8_linear(const Tensor& given, const Tensor& weight, const Tensor& given
         if (low) {
           const kernels::Quantized x8 =
               fp8_kept(s.input(3), s.input(4), casts.input_of_weight->tile);
-          grads[1] = kernels::fp8_matmul({dy8.of_weight, true}, {x8}, rows.dtype());
-          count_flops(fp8_flops(rows.size(1), grads[1].size(1), rows.size(0)));
+          const auto of_weight = [dy8 = dy8.of_weight, x8, rows_shape = rows.shape(),
+                                  dtype = rows.dtype()]() -> TensorList {
+            const Tensor grad = kernels::fp8_matmul({dy8, true}, {x8}, dtype);
+            count_flops(fp8_flops(rows_shape[1], grad.size(1), rows_shape[0]));
+            return {grad};
+          };
+          grads[1] = weight_gradients({1}, of_weight)[0];
         } else if (s.needs(1)) {
-          const kernels::LinearGradients high =
-              kernels::linear_gradients(rows, s.input(3), s.needs(2));
-          count_flops(fp8_flops(rows.size(1), high.weight.size(1), rows.size(0)));
-          grads[1] = high.weight;
-          grads[2] = high.bias;
+          const auto high = [rows, x = s.input(3), wants_bias = s.needs(2)]() -> TensorList {
+            const kernels::LinearGradients of = kernels::linear_gradients(rows, x, wants_bias);
+            count_flops(fp8_flops(rows.size(1), of.weight.size(1), rows.size(0)));
+            if (!wants_bias || of.bias.defined()) return {of.weight, of.bias};
+            return {of.weight, kernels::sum(rows, {0}, false, rows.dtype())};
+          };
+          const TensorList of_weight = weight_gradients({1, 2}, high);
+          grads[1] = of_weight[0];
+          grads[2] = of_weight[1];
         }
         if (dy8.sums.defined()) grads[2] = dy8.sums;
-        if (s.needs(2) && !grads[2].defined()) {
+        if (s.needs(2) && !grads[2].defined() && (low || !s.needs(1))) {
           grads[2] = kernels::sum(rows, {0}, false, rows.dtype());
         }
         return grads;

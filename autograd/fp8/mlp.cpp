@@ -3,6 +3,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/engine.h>
 #include <tessera/autograd/fp8/operands.h>
 #include <tessera/autograd/fp8/weight.h>
 #include <tessera/core/tensor/raw_views.h>
@@ -84,8 +85,12 @@ Tensor fp8_linear_gelu_linear(const Tensor& given, const Tensor& weight, const T
         out_layer->saw(Fp8Role::kGradOutput, rows, dy8);
         if (s.needs(4)) grads[4] = dy8.sums;
         if (s.needs(3)) {
-          grads[3] = kernels::fp8_matmul({dy8, true}, {bytes(9, out_casts.input)}, rows.dtype());
-          count_flops(fp8_flops(rows.size(1), hidden, M));
+          const auto of_weight = [=, dtype = rows.dtype(), out = rows.size(1),
+                                  a8 = bytes(9, out_casts.input)]() -> TensorList {
+            count_flops(fp8_flops(out, hidden, M));
+            return {kernels::fp8_matmul({dy8, true}, {a8}, dtype)};
+          };
+          grads[3] = weight_gradients({3}, of_weight)[0];
         }
         if (!wants_h) return grads;
         const Tensor da = kernels::fp8_matmul({dy8}, {bytes(11, out_casts.weight)}, rows.dtype());
@@ -102,8 +107,12 @@ Tensor fp8_linear_gelu_linear(const Tensor& given, const Tensor& weight, const T
           grads[0] = raw::view(grad, s.input_shape(0));
         }
         if (s.needs(1)) {
-          grads[1] = kernels::fp8_matmul({dh8, true}, {bytes(5, casts.input)}, rows.dtype());
-          count_flops(fp8_flops(hidden, in, M));
+          const auto of_weight = [=, dtype = rows.dtype(),
+                                  x8 = bytes(5, casts.input)]() -> TensorList {
+            count_flops(fp8_flops(hidden, in, M));
+            return {kernels::fp8_matmul({dh8, true}, {x8}, dtype)};
+          };
+          grads[1] = weight_gradients({1}, of_weight)[0];
         }
         return grads;
       });
