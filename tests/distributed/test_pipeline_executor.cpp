@@ -262,6 +262,31 @@ TEST(PipelineExecutor, WhatDoesNotFitIsAnError) {
   });
 }
 
+TEST(PipelineExecutor, AFailureInAHalfNamesItAndTheNextStepRuns) {
+  const std::string message = message_of<ValueError>([] {
+    failing_ranks("one of them throws", 1, [&](int) {
+      const auto outputs = world().split(0), gradients = world().split(0);
+      const PipelineTable schedule = lower(zero_bubble_h1(1, 3));
+      const auto own = stages_of(schedule, 0);
+      PipelineExecutor pipeline(schedule, pointers(own), {*outputs, *gradients});
+      int calls = 0;
+      const HookHandle handle = register_hook(own[0]->weight, [&](const Tensor& gradient) {
+        TS_CHECK(++calls != 2, "hook", "the second one fails");
+        return gradient;
+      });
+      EXPECT_THROW(pipeline.step(), ValueError);
+      EXPECT_EQ(*own[0]->live, 0);
+      EXPECT_EQ(pipeline.step().size(), 3);
+      calls = 1;
+      pipeline.step();
+    });
+  });
+  EXPECT_TRUE(mentions(message, "pipeline, rank 0, ")) << message;
+  EXPECT_TRUE(
+      mentions(message, std::string(name_of(Act::kWeightGradient)) + " of stage 0, micro-batch 0"))
+      << message;
+}
+
 TEST(PipelineExecutor, ABatchOfAnotherShapeIsAnErrorThatNamesIt) {
   const std::string message = message_of<ShapeError>([] {
     failing_ranks("one of them throws", 2, [&](int rank) {
