@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,6 +16,10 @@
 #include <tessera/core/context.h>
 #include <tessera/core/memory/allocator.h>
 #include <tessera/core/random.h>
+#include <tessera/nn/fused.h>
+#include <tessera/nn/linear.h>
+#include <tessera/precision/autocast.h>
+#include <tessera/precision/fp8_linear.h>
 
 #include "autograd/op_samples.h"
 #include "message_of.h"
@@ -153,6 +158,55 @@ TEST(TwoHalves, ProductsOfWeightsAreLeftToTheSecondHalf) {
     const double second = flops_of([&] { half->run_weights(); });
     EXPECT_GT(first, 0);
     EXPECT_EQ(first, second);
+  }
+}
+
+struct Mlp : nn::Module<Mlp> {
+  Mlp() : fc(add<nn::Linear>("fc", 64, 128)), proj(add<nn::Linear>("proj", 128, 64)) {}
+  Tensor forward(const Tensor& x) { return nn::linear_gelu_linear(fc, proj, x); }
+  std::unique_ptr<Mlp> remake() const { return std::make_unique<Mlp>(); }
+  nn::Linear& fc;
+  nn::Linear& proj;
+};
+
+// Products of weights wait, and nothing is quantized twice. A micro-batch's scales are those of one pass.
+TEST(TwoHalves, ProductsOfWeightsInFp8AreLeftToTheSecondHalf) {
+  for (const char* name : {"tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"}) {
+    SCOPED_TRACE(name);
+    precision::Fp8Recipe recipe = precision::Fp8Recipe::named(name);
+    recipe.filter = precision::Fp8Filter::kAll;
+    manual_seed(3);
+    Mlp whole;
+    const auto halves = whole.clone();
+    nn::Linear head(64, 32);
+    const auto other_head = head.clone();
+    const precision::AppliedPolicy policies[] = {
+        precision::apply(whole, precision::Policy::fp8(recipe)),
+        precision::apply(head, precision::Policy::fp8(recipe)),
+        precision::apply(*halves, precision::Policy::fp8(recipe)),
+        precision::apply(*other_head, precision::Policy::fp8(recipe))};
+    std::vector<SplitBackward> left;
+    for (int micro = 0; micro < 3; ++micro) {
+      const Tensor x = randn({4, 32, 64}).set_requires_grad();
+      const Tensor dy = mul(randn({4, 32, 32}), 1e-3).to(kBF16);
+      const Tensor again = x.detach().clone().set_requires_grad();
+      const Tensor y = head(whole(x)), other = (*other_head)((*halves)(again));
+      const double expected = flops_of([&] { y.backward(dy); });
+      const double first = flops_of([&] {
+        left.emplace_back(SplitBackward::Request{
+            .roots = {gradient_edge(other)}, .gradients = {dy}, .inputs = {gradient_edge(again)}});
+      });
+      EXPECT_EQ(2 * first, expected);
+      EXPECT_EQ(again.grad().to_vector(), x.grad().to_vector());
+      EXPECT_FALSE(halves->fc.weight.grad().defined());
+    }
+    for (SplitBackward& half : left) half.run_weights();
+    NamedTensors own = halves->named_parameters(), all = whole.named_parameters();
+    for (const NamedTensor& named : other_head->named_parameters()) own.push_back(named);
+    for (const NamedTensor& named : head.named_parameters()) all.push_back(named);
+    for (size_t i = 0; i < own.size(); ++i) {
+      EXPECT_EQ(own[i].tensor.grad().to_vector(), all[i].tensor.grad().to_vector()) << own[i].name;
+    }
   }
 }
 

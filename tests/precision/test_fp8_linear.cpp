@@ -11,8 +11,6 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
-#include <tessera/autograd/engine.h>
-#include <tessera/autograd/op.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/kernels/fp8/quantize.h>
@@ -173,52 +171,6 @@ TEST(Fp8Linear, AModuleStaysNearBf16) {
     }
     EXPECT_EQ(fp8.fp8()->report().fp8_calls(), 2);
     EXPECT_EQ(fp8.fp8()->report().fallbacks(), 0);
-  }
-}
-
-// Backwards in two halves (autograd/engine.h): products of weights wait, and nothing is quantized
-// twice. A micro-batch's scales are those of one pass.
-TEST(Fp8Linear, GradientsOfWeightsMayWait) {
-  for (const Fp8Scaling scaling : kScalings) {
-    SCOPED_TRACE(name_of(scaling));
-    manual_seed(3);
-    Mlp whole(64);
-    const auto halves = whole.clone();
-    nn::Linear head(64, 32);
-    const auto other_head = head.clone();
-    const AppliedPolicy policies[] = {apply(whole, Policy::fp8(recipe_of(scaling))),
-                                      apply(head, Policy::fp8(recipe_of(scaling))),
-                                      apply(*halves, Policy::fp8(recipe_of(scaling))),
-                                      apply(*other_head, Policy::fp8(recipe_of(scaling)))};
-    FlopCounter& counter = Context::current().slot<FlopCounter>();
-    const auto flops_of = [&](const auto& part) {
-      counter = {.enabled = true};
-      part();
-      counter.enabled = false;
-      return counter.total;
-    };
-    std::vector<SplitBackward> left;
-    for (int micro = 0; micro < 3; ++micro) {
-      const Tensor x = random({4, 32, 64}).set_requires_grad();
-      const Tensor dy = random({4, 32, 32}, kBF16, 1e-3);
-      const Tensor again = x.detach().clone().set_requires_grad();
-      const Tensor y = head(whole(x)), other = (*other_head)((*halves)(again));
-      const double expected = flops_of([&] { y.backward(dy); });
-      const double first = flops_of([&] {
-        left.emplace_back(SplitBackward::Request{
-            .roots = {gradient_edge(other)}, .gradients = {dy}, .inputs = {gradient_edge(again)}});
-      });
-      EXPECT_EQ(2 * first, expected);
-      EXPECT_EQ(again.grad().to_vector(), x.grad().to_vector());
-      EXPECT_FALSE(halves->fc.weight.grad().defined());
-    }
-    for (SplitBackward& half : left) half.run_weights();
-    NamedTensors own = halves->named_parameters(), all = whole.named_parameters();
-    for (const NamedTensor& named : other_head->named_parameters()) own.push_back(named);
-    for (const NamedTensor& named : head.named_parameters()) all.push_back(named);
-    for (size_t i = 0; i < own.size(); ++i) {
-      EXPECT_EQ(own[i].tensor.grad().to_vector(), all[i].tensor.grad().to_vector()) << own[i].name;
-    }
   }
 }
 
