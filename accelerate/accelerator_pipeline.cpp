@@ -76,6 +76,14 @@ Tensor mean_of(const TensorList& losses, const std::vector<double>& weights) {
 void Accelerator::State::deal_over_stages(ModelRecord& record) {
   nn::ModuleBase& model = *record.model;
   check_combination(settings, record);
+  const auto per_rank = static_cast<int>(settings.pp_stages_per_rank);
+  TS_CHECK_AS(
+      ConfigError,
+      per_rank == 1 || settings.pp_schedule.value == distributed::PipelineSchedule::kOneFOneB,
+      "prepare", "pp_stages_per_rank=", per_rank, " (",
+      settings.pp_stages_per_rank.origin.describe(), ") does not go with pp_schedule of ",
+      settings.pp_schedule.origin.describe(),
+      ", which has one stage on each rank; take pp_schedule 1f1b");
   if (settings.ddp_init_sync) {
     NamedTensors values;
     for (const NamedTensor& named : model.named_parameters()) {
@@ -92,7 +100,6 @@ void Accelerator::State::deal_over_stages(ModelRecord& record) {
                        : dims->state_ranks();
     distributed::broadcast_tensors(values, alike, 0, "parameters");
   }
-  const auto per_rank = static_cast<int>(settings.pp_stages_per_rank);
   std::vector<std::string> wanted = cuts.empty() ? settings.pp_cuts.value : cuts;
   if (wanted.empty()) {
     wanted = distributed::even_cuts(model, accelerate::units_of(model, settings),

@@ -477,6 +477,18 @@ std::string refusal(int pp, const std::function<void(Accelerator&, Training&)>& 
   });
 }
 
+TEST(PipelineTraining, SchedulesOfOneStageOnARankRefuseSeveralBeforeTheModelIsDealt) {
+  for (const auto schedule :
+       {distributed::PipelineSchedule::kGPipe, distributed::PipelineSchedule::kZeroBubbleH1}) {
+    const std::string message = refusal<ConfigError>(
+        2,
+        [](Accelerator& accelerator, Training& training) { accelerator.prepare(*training.model); },
+        {.stages_per_rank = 2, .schedule = schedule});
+    EXPECT_TRUE(mentions(message, "pp_stages_per_rank=2")) << message;
+    EXPECT_TRUE(mentions(message, "take pp_schedule 1f1b")) << message;
+  }
+}
+
 TEST(PipelineTraining, CutsThatDoNotFitAreErrorsThatNameThem) {
   const auto with = [](std::vector<std::string> cuts) {
     return refusal<ConfigError>(2, [&](Accelerator& accelerator, Training& training) {
