@@ -138,7 +138,9 @@ void Accelerator::set_seed(uint64_t seed, bool device_specific, bool determinist
   if (deterministic) Context::current().slot<kernels::AttentionPolicy>().deterministic = true;
   if (device_specific) {
     // Not seed + rank, by which runs with neighbouring seeds would share numbers.
-    const auto mixed = philox4x32(seed, static_cast<uint64_t>(process_index()), 0);
+    // Ranks that calculate a micro-batch together draw the same numbers.
+    const auto place = static_cast<uint64_t>(state_->dims->random_coordinate());
+    const auto mixed = philox4x32(seed, place, 0);
     seed = (uint64_t{mixed[0]} << 32) | mixed[1];
   }
   manual_seed(seed);
