@@ -2,6 +2,8 @@
 // when its last backward has ended.
 #include <algorithm>
 #include <map>
+#include <numeric>
+#include <span>
 #include <unordered_set>
 #include <utility>
 
@@ -163,9 +165,10 @@ struct Pipeline::Impl {
                     const std::vector<double>& weights);
   Tensor staged_step(const std::shared_ptr<ModelRecord>& record, int count, const OfBatch& loss,
                      const std::vector<double>& weights);
-  distributed::StagedModel::Call numbered(int count, const OfBatch& call);
-  void reduce(ModelRecord& record, distributed::StagedModel& staged, TensorList& losses,
-              size_t count, double& weight);
+  distributed::StagedModel::Call numbered(distributed::StagedModel& staged, int count,
+                                          const OfBatch& call, bool trains);
+  void reduce(distributed::StagedModel& staged, TensorList& losses, std::span<const double> weights,
+              double& weight);
 };
 
 Pipeline::Pipeline(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -238,60 +241,104 @@ Tensor Pipeline::Impl::plain_step(ModelRecord& record, int64_t count, const OfBa
   return mean_of(losses, weights);
 }
 
-// Random numbers of a micro-batch are those that it has in one process: of the model by its number,
-// of the program where the first call of the rank's stages found them.
-distributed::StagedModel::Call Pipeline::Impl::numbered(int count, const OfBatch& call) {
-  const auto programs =
-      std::make_shared<std::vector<std::optional<RandomState>>>(static_cast<size_t>(count));
+// Random numbers of a micro-batch are those that it has in one process: of the model by its number, in
+// an evaluation those behind the micro-batch before, of the program where the first call of the
+// rank's stages found them.
+distributed::StagedModel::Call Pipeline::Impl::numbered(distributed::StagedModel& staged, int count,
+                                                        const OfBatch& call, bool trains) {
+  struct Numbers {
+    RandomState program, model;
+  };
+  const auto before =
+      std::make_shared<std::vector<std::optional<Numbers>>>(static_cast<size_t>(count));
   const int64_t base = state->counters.micro_batches;
-  return [this, programs, base, &call](int micro) {
-    const ScopedValue<int64_t> number(state->counters.micro_batches,
-                                      base + micro * state->data_ranks);
-    state->begin_random_numbers();
-    std::optional<RandomState>& before = (*programs)[static_cast<size_t>(micro)];
-    if (!before) {
-      before = random_state();
+  return [this, &staged, before, base, count, &call, trains](int micro) {
+    std::optional<ScopedValue<int64_t>> number;
+    if (trains) {
+      number.emplace(state->counters.micro_batches, base + micro * state->data_ranks);
+      state->begin_random_numbers();
+      // As replicas and shards do where the gradients of the micro-batch are reduced.
+      if ((micro + 1 == count || state->settings.sync_each_batch) && model->is_training() &&
+          !own_stages && state->dims->loss_ranks().size() > 1 &&
+          state->settings.ddp_broadcast_buffers) {
+        staged.follow_buffers(state->dims->loss_ranks());
+      }
+    }
+    std::optional<Numbers>& numbers = (*before)[static_cast<size_t>(micro)];
+    if (!numbers) {
+      numbers = {random_state(), state->random};
       return call(micro);
     }
-    const ScopedValue<RandomState> again(random_state(), *before);
+    const ScopedValue<RandomState> program(random_state(), numbers->program);
+    if (trains) return call(micro);
+    const ScopedValue<RandomState> of_model(state->random, numbers->model);
     return call(micro);
   };
 }
 
-// What the ranks must know of each other: the losses, which parameters have gradients, and over
-// data-parallel ranks the sums of gradients and weights.
-void Pipeline::Impl::reduce(ModelRecord& record, distributed::StagedModel& staged,
-                            TensorList& losses, size_t count, double& weight) {
+// What the ranks must know of each other: whether they read the same micro-batches, the losses, which
+// parameters have gradients, and over data-parallel ranks the sums of gradients and weights.
+void Pipeline::Impl::reduce(distributed::StagedModel& staged, TensorList& losses,
+                            std::span<const double> weights, double& weight) {
   distributed::ParallelDims& dims = *state->dims;
   std::vector<bool> has = staged.own_gradients();
   const distributed::CollectiveOptions control{.channel = distributed::Channel::kControl,
                                                .tag = "pipeline_step"};
+  // The values of each rank, in their order; `has` becomes that of any.
   const auto exchange = [&](distributed::Group& ranks, std::vector<double> values) {
+    const size_t own = values.size();
     for (const bool one : has) values.push_back(one ? 1 : 0);
-    const Tensor shared = host_values(values);
-    ranks.all_reduce(shared, distributed::ReduceOp::kSum, control).wait();
-    const double* sums = shared.data_as<double>();
-    const size_t own = values.size() - has.size();
-    for (size_t i = 0; i < has.size(); ++i) has[i] = sums[own + i] > 0;
-    return std::vector<double>(sums, sums + own);
+    const Tensor all = raw::empty({ranks.size(), std::ssize(values)}, kF64);
+    ranks.all_gather(all, host_values(values), control).wait();
+    std::vector<std::vector<double>> of_ranks;
+    const double* first = all.data_as<double>();
+    for (int rank = 0; rank < ranks.size(); ++rank, first += values.size()) {
+      of_ranks.emplace_back(first, first + own);
+      for (size_t i = 0; i < has.size(); ++i) has[i] = has[i] || first[own + i] > 0;
+    }
+    return of_ranks;
   };
   if (!own_stages) {
-    std::vector<double> values(count, 0);
-    for (size_t i = 0; i < losses.size(); ++i) values[i] = losses[i].to(kF64).item();
+    const data::LoaderBase* const loader = state->loader_plan->active();
+    const data::LoaderCursor read =
+        loader == nullptr ? data::LoaderCursor{-1, -1} : loader->cursor();
+    std::vector<double> values = {static_cast<double>(read.epoch),
+                                  static_cast<double>(read.position)};
+    values.insert(values.end(), weights.begin(), weights.end());
+    const size_t alike = values.size();
+    for (size_t i = 0; i < weights.size(); ++i) {
+      values.push_back(i < losses.size() ? losses[i].to(kF64).item() : 0);
+    }
+    distributed::Group& ranks = dims.mesh().group("pp");
+    const std::vector<std::vector<double>> of_ranks = exchange(ranks, std::move(values));
+    for (size_t rank = 1; rank < of_ranks.size(); ++rank) {
+      for (size_t i = 0; i < alike; ++i) {
+        const char* const what = i == 0 ? "epoch " : i == 1 ? "position " : "the weight ";
+        TS_CHECK(of_ranks[rank][i] == of_ranks[0][i], kPipeline,
+                 "the ranks of a pipeline have read different micro-batches: rank 0 has ", what,
+                 of_ranks[0][i], ", rank ", rank, " has ", what, of_ranks[rank][i],
+                 "; let all ranks take the same steps through a prepared loader (-1: none)");
+      }
+    }
     losses.clear();
-    for (const double loss : exchange(dims.mesh().group("pp"), values)) {
-      losses.push_back(scalar_tensor(loss, kF64));
+    const std::vector<double>& of_last = of_ranks[static_cast<size_t>(staged.last_rank())];
+    for (size_t i = 0; i < weights.size(); ++i) {
+      losses.push_back(scalar_tensor(of_last[alike + i], kF64));
     }
   }
   if (!own_stages && dims.loss_ranks().size() > 1) {
-    weight = exchange(dims.loss_ranks(), {weight})[0];
+    double total = 0;
+    for (const std::vector<double>& of_rank : exchange(dims.loss_ranks(), {weight})) {
+      total += of_rank[0];
+    }
+    weight = total;
     distributed::CoalescedScope sums(dims.loss_ranks(), {.tag = "pipeline_gradients"});
     for (const Tensor& gradient : staged.gradients_to_reduce(has)) sums.all_reduce(gradient);
     sums.finish().wait();
   }
   staged.finish_reductions(has);
   if (!own_stages) staged.complete_gradients(has);
-  if (record.model->is_training()) staged.share_buffers();
+  staged.share_buffers();
 }
 
 Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int count,
@@ -303,6 +350,9 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
   std::vector<double> weights;
   for (const double weight : given) {
     weights.push_back(state->weigh(alike ? std::nullopt : std::optional(weight)));
+  }
+  if (!own_stages) {
+    state->check_one_batch(std::accumulate(weights.begin(), weights.end(), 0.0));
   }
   const std::shared_ptr<ModelRecord> list[] = {held};
   for (int i = 0; i < count; ++i) {
@@ -328,7 +378,7 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
   const bool on_device = scaling.is_on_device();
   const double scale = on_device ? 1 : scaling.scale();
   distributed::StagedModel::Calls calls;
-  calls.call = [&, call = numbered(count, loss)](int micro) {
+  calls.call = [&, call = numbered(staged, count, loss, true)](int micro) {
     const Tensor one = call(micro);
     TS_CHECK_SHAPE(one.defined() && one.numel() == 1, kPipeline,
                    "the loss must have one element; got ", one, "; take its mean");
@@ -364,8 +414,7 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
 
   const NoGradGuard no_grad;
   double weight = record.window.weight();
-  between("behind the last backward",
-          [&] { reduce(record, staged, losses, static_cast<size_t>(count), weight); });
+  between("behind the last backward", [&] { reduce(staged, losses, weights, weight); });
   step.reset();
   record.window_weight = weight;
   double divisor = undivided || alike || weight == 0 ? 1 : weight;
@@ -420,10 +469,12 @@ std::vector<Tensor> Pipeline::run_forward(int64_t count, const OfBatch& call,
   }
   if (count == 0) return results;
   {
-    distributed::StagedModel::Step step(*staged, impl_->groups(),
-                                        {.call = [&](int micro) { return call(micro); }}, false);
-    results = impl_->executor(*staged, static_cast<int>(count)).evaluate();
+    const auto of_count = static_cast<int>(count);
+    distributed::StagedModel::Step step(
+        *staged, impl_->groups(), {.call = impl_->numbered(*staged, of_count, call, false)}, false);
+    results = impl_->executor(*staged, of_count).evaluate();
     step.finish();
+    staged->share_buffers();
   }
   if (impl_->own_stages) return results;
   // Their looks, then their elements.

@@ -371,6 +371,9 @@ std::vector<Tensor> StagedModel::Impl::Stage::forward(int micro, std::span<const
                 "the loss does not come from the last stage (", all.title(number),
                 "); return what ", all.model->type_name(), "'s results lead to");
   }
+  TS_CHECK_AS(AutogradError, !is_last || !all.trains || loss.requires_grad(), kStages, "the loss ",
+              loss,
+              " does not require grad: no input of its calculation does, or grad mode was off");
   std::vector<Tensor> outputs = is_last ? std::vector<Tensor>{loss} : std::move(call->outputs);
   call->outputs.clear();
   call->received.clear();
@@ -423,6 +426,10 @@ Tensor StagedModel::Impl::as_gradient(const Parameter& of, const Tensor& gradien
 
 void StagedModel::Impl::begin() {
   const NoGradGuard no_grad;
+  const auto requires_grad = [](const Parameter& one) { return one.parameter.requires_grad(); };
+  TS_CHECK_AS(AutogradError, !trains || std::ranges::any_of(parameters, requires_grad), kStages,
+              "no parameter of ", model->type_name(),
+              " requires grad, and a step is for gradients; unfreeze some, or take evaluate()");
   for (Place& place : places) {
     if (place.is_buffer) {
       if (!place.place->is(place.outside)) {
@@ -612,6 +619,16 @@ void StagedModel::share_buffers() {
     }
     if (!values.empty()) broadcast_tensors(values, impl_->mesh->group("pp"), from, "buffers");
   }
+}
+
+void StagedModel::follow_buffers(Group& ranks) {
+  const NoGradGuard no_grad;
+  NamedTensors values;
+  for (const Impl::Place& place : impl_->places) {
+    if (!place.is_buffer || place.stage != impl_->shown) continue;
+    values.push_back({std::to_string(values.size()), raw::alias(*place.place)});
+  }
+  if (!values.empty()) broadcast_tensors(values, ranks, 0, "buffers");
 }
 
 }  // namespace tessera::distributed

@@ -128,6 +128,8 @@ class StagedModel {
   // The ranks of other stages get persistent buffers, which calls may have changed. Collective along
   // "pp".
   void share_buffers();
+  // Within a call of a stage: its buffers become those of rank 0 of `ranks`. Collective along them.
+  void follow_buffers(Group& ranks);
   bool is_in_step() const;
 
   struct Impl;
