@@ -47,7 +47,6 @@ void check_combination(const accelerate::Settings& settings, const ModelRecord& 
          "take data-parallel ranks beside the stages");
   refuse(accelerate::offloads(settings), "offload", "leave it out");
   const precision::Policy& policy = record.policy.policy();
-  refuse(record.policy.fp8() != nullptr, "mixed_precision fp8", "take bf16");
   refuse(policy.needs_masters() || !record.masters.empty(), "parameters in 16 bits",
          "take precision_policy autocast");
   refuse(settings.precision_policy.value == PrecisionPolicy::kBoundary &&

@@ -458,7 +458,11 @@ void parallelize(ParallelizedModel& made, nn::ModuleBase& model, const Settings&
     made.policy = precision::apply(model, policy);
   }
   if (divides) divide_layers(model, settings, dims);
-  if (made.policy.fp8()) reduce_maxima(*made.policy.fp8(), dims.fp8_ranks(), options.steps_alone);
+  if (made.policy.fp8()) {
+    // Each stage notes those of its own layers, and all ranks have all scales.
+    reduce_maxima(*made.policy.fp8(), staged ? dims.state_ranks() : dims.fp8_ranks(),
+                  options.steps_alone);
+  }
   if (settings.fsdp_activation_checkpointing && trains) {
     for (nn::ModuleBase* unit : units_to_checkpoint(model, settings)) {
       made.handles.push_back(unit->checkpoint_calls());

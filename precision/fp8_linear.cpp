@@ -114,8 +114,9 @@ class Fp8Layer final : public Fp8Linear {
   bool takes(const Tensor& x, const Tensor& weight, int64_t rows) override {
     if (owner_->ended) return false;
     const std::string reason = reason_against(x, weight, rows);
-    const bool counts = !is_recomputing();
-    if (reason.empty()) owner_->follow(x.device());
+    // Shapes alone are no calls: pipeline stages have them of the layers of other ranks.
+    const bool counts = !is_recomputing() && !x.is_meta();
+    if (reason.empty() && !x.is_meta()) owner_->follow(x.device());
     if (reason.empty()) {
       if (counts) {
         ++calls_;

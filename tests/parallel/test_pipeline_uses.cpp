@@ -12,6 +12,7 @@
 #include <tessera/optim/ema.h>
 #include <tessera/optim/muon.h>
 #include <tessera/optim/schedule.h>
+#include <tessera/precision/autocast.h>
 
 #include "finished_process.h"
 #include "message_of.h"
@@ -22,6 +23,7 @@ namespace tessera::test_pipeline_uses {
 namespace {
 
 using namespace test_pipeline;
+using precision::Fp8Scaling;
 
 // One training in the hands of a script.
 struct Session {
@@ -75,14 +77,17 @@ struct Session {
 };
 using Script = std::function<void(Session& session)>;
 
+using Change = std::function<void(AcceleratorOptions& settings)>;
+
 struct Outcome {
   std::vector<double> told;
   Values parameters;
 };
-Outcome play(const MakeTraining& make, const Way& way, const Script& script, double clip = 0) {
+Outcome play(const MakeTraining& make, const Way& way, const Script& script,
+             const Change& change = {}) {
   set_num_threads(1);
   AcceleratorOptions settings = settings_of(way);
-  if (clip > 0) settings.gradient_clipping = clip;
+  if (change) change(settings);
   Accelerator accelerator(settings);
   accelerator.set_seed(3);
   const Training training = make();
@@ -105,22 +110,22 @@ struct Compared {
   std::vector<Sharding> data = {std::begin(kShardings), std::end(kShardings)};
   bool layers = true;  // divided by tp
   bool turns = true;   // of two stages on a rank
-  double clip = 0;     // the setting
+  Change change = {};  // of the settings
 };
 // The bits of one process by stages alone, f64's tolerance with data-parallel ranks or divided layers.
 void expect_as_alone(const MakeTraining& make, const Script& script,
                      const Compared& compared = {}) {
   const auto outcome_of_one = [&](DType dtype) {
     Outcome outcome;
-    compared_ranks(
-        1, [&](int) { outcome = play(make, {.dtype = dtype}, script, compared.clip); });
+    compared_ranks(1,
+                   [&](int) { outcome = play(make, {.dtype = dtype}, script, compared.change); });
     return outcome;
   };
   const auto compare = [&](const char* title, int ranks, const Way& way, const Outcome& expected,
                            double tolerance) {
     compared_ranks(ranks, [&](int rank) {
       SCOPED_TRACE(std::string(title) + ", rank " + std::to_string(rank));
-      const Outcome own = play(make, way, script, compared.clip);
+      const Outcome own = play(make, way, script, compared.change);
       ASSERT_EQ(own.told.size(), expected.told.size());
       for (size_t i = 0; i < own.told.size(); ++i) {
         EXPECT_NEAR(own.told[i], expected.told[i],
@@ -182,59 +187,55 @@ TEST(PipelineUses, AdaptersLearnBesideAFrozenBase) {
   expect_as_alone(
       untied,
       [](Session& s) {
-        nn::add_lora(s.model(),
-                     {.names = {"c_attn", "c_proj", "c_fc"}, .rank = 4, .dropout = 0.1});
+        nn::add_lora(s.model(), {.names = {"c_attn", "c_proj", "c_fc"}, .rank = 4, .dropout = 0.1});
         const auto optimizer = prepared(s, nn::trainable_parameters(s.model()));
         train(s, *optimizer);
         const nn::LoraDisabled off(s.model());
         s.evaluate();
       },
       {.layers = false});
-  expect_as_alone(
-      untied,
-      [](Session& s) {
-        nn::add_lora(s.model(), {.names = {"c_attn", "c_proj", "c_fc", "wte"},
-                                 .rank = 4,
-                                 .bias = nn::LoraBias::kAll,
-                                 .modules_to_save = {"lm_head"}});
-        const auto optimizer = prepared(s, nn::trainable_parameters(s.model()));
-        train(s, *optimizer, 2);
-      },
-      {.data = {Sharding::kFsdp}, .layers = false});
+  expect_as_alone(untied,
+                  [](Session& s) {
+                    nn::add_lora(s.model(), {.names = {"c_attn", "c_proj", "c_fc", "wte"},
+                                             .rank = 4,
+                                             .bias = nn::LoraBias::kAll,
+                                             .modules_to_save = {"lm_head"}});
+                    const auto optimizer = prepared(s, nn::trainable_parameters(s.model()));
+                    train(s, *optimizer, 2);
+                  },
+                  {.data = {Sharding::kFsdp}, .layers = false});
 }
 
 TEST(PipelineUses, AnotherAdapterTrainsInItsTurn) {
-  expect_as_alone(
-      untied,
-      [](Session& s) {
-        nn::add_lora(s.model(), {.names = {"c_attn"}, .rank = 4});
-        nn::add_lora(s.model(), {.adapter = "poems", .names = {"c_fc"}, .rank = 2});
-        train(s, *prepared(s, nn::trainable_parameters(s.model())), 2);
-        nn::set_lora(s.model(), "poems");
-        train(s, *prepared(s, nn::trainable_parameters(s.model())), 2);
-      },
-      {.data = {Sharding::kFsdp}, .layers = false});
+  expect_as_alone(untied,
+                  [](Session& s) {
+                    nn::add_lora(s.model(), {.names = {"c_attn"}, .rank = 4});
+                    nn::add_lora(s.model(), {.adapter = "poems", .names = {"c_fc"}, .rank = 2});
+                    train(s, *prepared(s, nn::trainable_parameters(s.model())), 2);
+                    nn::set_lora(s.model(), "poems");
+                    train(s, *prepared(s, nn::trainable_parameters(s.model())), 2);
+                  },
+                  {.data = {Sharding::kFsdp}, .layers = false});
 }
 
 TEST(PipelineUses, AdaptersAreSaved) {
   const TestFolder folder;
-  expect_as_alone(
-      untied,
-      [&](Session& s) {
-        nn::add_lora(s.model(), {.names = {"c_attn", "c_proj", "c_fc"}, .rank = 4});
-        train(s, *prepared(s, nn::trainable_parameters(s.model())));
-        const std::string at = folder.path(s.title());
-        s.accelerator.save_lora(s.model(), at);
-        s.accelerator.save_merged_lora(s.model(), at + " merged");
-        s.accelerator.wait_for_everyone();
-        const Training adapted = untied(), merged = untied();
-        adapted.model->to(s.way.dtype), merged.model->to(s.way.dtype);
-        nn::load_lora(*adapted.model, at);
-        s.tell(adapted.loss(batch_of(5)).item());
-        accelerate::load_model(*merged.model, at + " merged");
-        s.tell(merged.loss(batch_of(5)).item());
-      },
-      {.layers = false});
+  expect_as_alone(untied,
+                  [&](Session& s) {
+                    nn::add_lora(s.model(), {.names = {"c_attn", "c_proj", "c_fc"}, .rank = 4});
+                    train(s, *prepared(s, nn::trainable_parameters(s.model())));
+                    const std::string at = folder.path(s.title());
+                    s.accelerator.save_lora(s.model(), at);
+                    s.accelerator.save_merged_lora(s.model(), at + " merged");
+                    s.accelerator.wait_for_everyone();
+                    const Training adapted = untied(), merged = untied();
+                    adapted.model->to(s.way.dtype), merged.model->to(s.way.dtype);
+                    nn::load_lora(*adapted.model, at);
+                    s.tell(adapted.loss(batch_of(5)).item());
+                    accelerate::load_model(*merged.model, at + " merged");
+                    s.tell(merged.loss(batch_of(5)).item());
+                  },
+                  {.layers = false});
 }
 
 // Its second layer has no part in the loss.
@@ -302,18 +303,17 @@ template <class T>
 struct PipelineOptimizers : testing::Test {};
 TYPED_TEST_SUITE(PipelineOptimizers, optim::OptimizerKinds);
 TYPED_TEST(PipelineOptimizers, StepAsInOneProcess) {
-  expect_as_alone(
-      untied,
-      [](Session& s) {
-        typename TypeParam::Options options = optim::kOptions<TypeParam>.front();
-        options.lr /= 10;
-        // See adamw().
-        if constexpr (requires { options.eps; }) options.eps = 1e-3;
-        TypeParam optimizer(s.model().named_parameters(), options);
-        s.accelerator.prepare(s.model(), optimizer);
-        train(s, optimizer);
-      },
-      {.data = {Sharding::kFsdp}, .layers = false, .turns = false});
+  expect_as_alone(untied,
+                  [](Session& s) {
+                    typename TypeParam::Options options = optim::kOptions<TypeParam>.front();
+                    options.lr /= 10;
+                    // See adamw().
+                    if constexpr (requires { options.eps; }) options.eps = 1e-3;
+                    TypeParam optimizer(s.model().named_parameters(), options);
+                    s.accelerator.prepare(s.model(), optimizer);
+                    train(s, optimizer);
+                  },
+                  {.data = {Sharding::kFsdp}, .layers = false, .turns = false});
 }
 
 TEST(PipelineUses, TwoOptimizersShareAModel) {
@@ -382,7 +382,9 @@ TEST(PipelineUses, TheSettingClipsWhatTheProgramDoesNot) {
       end_step(*optimizer);
     }
   };
-  expect_as_alone(untied, script, {.clip = 0.1});
+  expect_as_alone(untied, script, {.change = [](AcceleratorOptions& settings) {
+                    settings.gradient_clipping = 0.1;
+                  }});
 }
 
 TEST(PipelineUses, GradientsAreClearedInFrontOfAStepToo) {
@@ -425,9 +427,8 @@ TEST(PipelineUses, HooksOfModulesChangeValuesAndGradients) {
   expect_as_alone(untied, [](Session& s) {
     const auto scale = [&](const char* name, double inputs, double outputs, double gradients) {
       nn::ModuleBase& module = s.model().submodule(name);
-      module.register_forward_pre_hook([=](nn::ModuleBase&, nn::TensorRefs refs) {
-        *refs[0] = *refs[0] * inputs;
-      });
+      module.register_forward_pre_hook(
+          [=](nn::ModuleBase&, nn::TensorRefs refs) { *refs[0] = *refs[0] * inputs; });
       module.register_forward_hook([=](nn::ModuleBase&, nn::TensorRefs, nn::TensorRefs refs) {
         *refs[0] = *refs[0] * outputs;
       });
@@ -444,54 +445,143 @@ TEST(PipelineUses, HooksOfModulesChangeValuesAndGradients) {
 }
 
 TEST(PipelineUses, LossesReadParametersOfTheLastStageAndNumbers) {
-  expect_as_alone(
-      untied,
-      [](Session& s) {
-        const auto optimizer = prepared(s);
-        Gpt& model = static_cast<Gpt&>(s.model());
-        for (int i = 0; i < 3; ++i) {
-          s.tell_loss(s.pipeline().step(s.window(4), [&](const Batch& b) {
-            const Tensor loss = model(b.inputs, b.targets).loss;
-            return loss + model.lm_head.weight.square().mean() * rand({}).item();
-          }));
-          end_step(*optimizer);
-          s.tell(rand({}).item());
-        }
-      },
-      {.data = {}, .layers = false});
+  expect_as_alone(untied,
+                  [](Session& s) {
+                    const auto optimizer = prepared(s);
+                    Gpt& model = static_cast<Gpt&>(s.model());
+                    for (int i = 0; i < 3; ++i) {
+                      s.tell_loss(s.pipeline().step(s.window(4), [&](const Batch& b) {
+                        const Tensor loss = model(b.inputs, b.targets).loss;
+                        return loss + model.lm_head.weight.square().mean() * rand({}).item();
+                      }));
+                      end_step(*optimizer);
+                      s.tell(rand({}).item());
+                    }
+                  },
+                  {.data = {}, .layers = false});
+}
+
+// ---- fp8 ---------------------------------------------------------------------------------------
+
+Change in_fp8(Fp8Scaling recipe, bool recomputes = false) {
+  return [=](AcceleratorOptions& settings) {
+    settings.mixed_precision = Precision::kFP8;
+    settings.fp8.recipe = recipe;
+    settings.fp8.filter = precision::Fp8Filter::kAll;
+    settings.fsdp.activation_checkpointing = recomputes;
+  };
+}
+constexpr Fp8Scaling kRecipes[] = {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed,
+                                   Fp8Scaling::kRowwise, Fp8Scaling::kBlockwise};
+// Also tells the scales that persist, which all ranks have of all layers.
+void train_in_fp8(Session& s, int64_t micro_batches) {
+  const auto optimizer = prepared(s);
+  const auto told = [&] {
+    for (const auto& [name, tensor] : precision::fp8_of(s.model())->state_dict()) {
+      for (const double value : tensor.to_vector()) s.tell(value);
+    }
+  };
+  for (int step = 0; step < 3; ++step) {
+    s.step(micro_batches);
+    s.evaluate();
+    s.tell(s.accelerator.clip_grad_norm(s.model().parameters(), 0.5).item());
+    end_step(*optimizer);
+    told();
+  }
+}
+
+TEST(PipelineUses, Fp8HasTheBitsOfOneProcess) {
+  for (const Fp8Scaling recipe : kRecipes) {
+    SCOPED_TRACE(name_of(recipe));
+    for (const bool recomputes : {false, true}) {
+      expect_as_alone(untied, [](Session& s) { train_in_fp8(s, 4); },
+                      {.data = {}, .layers = false, .change = in_fp8(recipe, recomputes)});
+    }
+  }
+}
+
+// With one micro-batch of each rank a step sums have two summands, in whichever order.
+TEST(PipelineUses, Fp8BesideDataParallelRanksHasTheBitsOfTheseAlone) {
+  const auto training = [](Session& s) { train_in_fp8(s, 2); };
+  for (const Fp8Scaling recipe : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
+    for (const Sharding sharding : kShardings) {
+      SCOPED_TRACE(std::string(name_of(recipe)) + " " + std::to_string(static_cast<int>(sharding)));
+      Outcome expected;
+      compared_ranks(2, [&](int rank) {
+        const Outcome own = play(untied, {.sharding = sharding}, training, in_fp8(recipe));
+        if (rank == 0) expected = own;
+      });
+      compared_ranks(4, [&](int rank) {
+        const Outcome own = play(untied, {.pp = 2, .sharding = sharding}, training, in_fp8(recipe));
+        EXPECT_EQ(own.told, expected.told) << rank;
+        EXPECT_TRUE(rank != 0 || own.parameters == expected.parameters);
+      });
+    }
+  }
+}
+
+TEST(PipelineUses, Fp8CountsTheCallsOfAStagesOwnLayers) {
+  compared_ranks(2, [&](int rank) {
+    play(
+        untied, {.pp = 2},
+        [&](Session& s) {
+          const auto optimizer = prepared(s);
+          s.step(3);
+          for (const auto& layer : precision::fp8_of(s.model())->report().layers) {
+            const bool of_last = layer.name.starts_with("transformer.h.2") ||
+                                 layer.name.starts_with("transformer.h.3");
+            const bool runs = layer.name != "lm_head" && of_last == (rank == 1);
+            EXPECT_EQ(layer.fp8_calls, runs ? 3 : 0) << layer.name << " of rank " << rank;
+          }
+        },
+        in_fp8(Fp8Scaling::kDelayed));
+  });
+}
+
+TEST(PipelineUses, ScalesOfFp8GoOnFromACheckpoint) {
+  const TestFolder folder;
+  expect_as_alone(untied,
+                  [&](Session& s) {
+                    const auto optimizer = prepared(s);
+                    train(s, *optimizer, 2);
+                    s.accelerator.save_state(folder.path(s.title()));
+                    train(s, *optimizer, 1);
+                    s.accelerator.load_state(folder.path(s.title()));
+                    --s.step_number;
+                    train(s, *optimizer, 1);
+                  },
+                  {.data = {}, .layers = false, .change = in_fp8(Fp8Scaling::kDelayed)});
 }
 
 // ---- Random numbers ----------------------------------------------------------------------------
 
 TEST(PipelineUses, EvaluationsDrawTheNumbersOfOneProcess) {
-  expect_as_alone(
-      dropping,
-      [](Session& s) {
-        const auto optimizer = prepared(s);
-        for (int i = 0; i < 3; ++i) {
-          s.evaluate();
-          s.step();
-          s.evaluate();
-          s.model().eval();
-          s.evaluate();
-          s.model().train();
-          end_step(*optimizer);
-          s.tell(rand({}).item());
-        }
-      },
-      {.data = {}, .layers = false});
+  expect_as_alone(dropping,
+                  [](Session& s) {
+                    const auto optimizer = prepared(s);
+                    for (int i = 0; i < 3; ++i) {
+                      s.evaluate();
+                      s.step();
+                      s.evaluate();
+                      s.model().eval();
+                      s.evaluate();
+                      s.model().train();
+                      end_step(*optimizer);
+                      s.tell(rand({}).item());
+                    }
+                  },
+                  {.data = {}, .layers = false});
 }
 
 TEST(PipelineUses, RanksWithOneBatchHaveTheSameSeedIfItIsEachDevices) {
-  expect_as_alone(
-      dropping,
-      [](Session& s) {
-        s.accelerator.set_seed(7, true);
-        const auto optimizer = prepared(s);
-        s.tell(rand({}).item());
-        train(s, *optimizer, 2);
-      },
-      {.data = {}});
+  expect_as_alone(dropping,
+                  [](Session& s) {
+                    s.accelerator.set_seed(7, true);
+                    const auto optimizer = prepared(s);
+                    s.tell(rand({}).item());
+                    train(s, *optimizer, 2);
+                  },
+                  {.data = {}});
 }
 
 // ---- State -------------------------------------------------------------------------------------
@@ -669,9 +759,8 @@ TEST(PipelineUses, ALossWithoutAGradientIsRefusedOnOneRankAndOnStages) {
     const std::string cut =
         refusal<AutogradError>(pp, [](Accelerator& accelerator, Training& training, int) {
           Pipeline pipeline = accelerator.pipeline(*training.model);
-          pipeline.step(std::vector{batch_of(0), batch_of(1)}, [&](const Batch& batch) {
-            return training.loss(batch).detach();
-          });
+          pipeline.step(std::vector{batch_of(0), batch_of(1)},
+                        [&](const Batch& batch) { return training.loss(batch).detach(); });
         });
     EXPECT_TRUE(mentions(cut, "does not require grad")) << cut;
   }
