@@ -9,6 +9,7 @@
 #include <tessera/accelerate/settings/deepspeed_keys.h>
 #include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/accelerate/settings/letter_case.h>
+#include <tessera/accelerate/settings/megatron_keys.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {
@@ -195,9 +196,6 @@ class Sources {
     const bool fsdp = switched_on("ACCELERATE_USE_FSDP");
     const bool deepspeed = deepspeed_ = switched_on(kDeepSpeedSwitch);
     const bool mesh = switched_on("ACCELERATE_USE_PARALLELISM_CONFIG");
-    TS_CHECK_AS(UnsupportedError, !switched_on("ACCELERATE_USE_MEGATRON_LM"), kSettings,
-                "ACCELERATE_USE_MEGATRON_LM asks for Megatron's parallelism, which is not "
-                "available yet; unset it");
     for (const Setting& setting : schema()) {
       for (const std::string_view name : setting.accelerate) {
         if (name.starts_with("FSDP_") && (!fsdp || follows_from_several(setting))) continue;
@@ -211,6 +209,7 @@ class Sources {
     }
     if (deepspeed) read_deepspeed();
     if (fsdp) read_fsdp();
+    if (switched_on(kMegatronSwitch)) read_megatron();
     read_fp8();
   }
 
@@ -277,6 +276,31 @@ class Sources {
                   ": nothing is kept on drives; say cpu or none, or unset it");
       put(accelerate_, {find_setting(setting), "true", {Source::kAccelerate, name}});
     }
+  }
+
+  void read_megatron() {
+    bool clips = find(environment_, "ACCELERATE_GRADIENT_CLIPPING") != nullptr;
+    for (const MegatronKey& key : megatron_keys()) {
+      const std::string name = upper(key.key);
+      const std::string* text = find(environment_, name);
+      if (text == nullptr || lower(*text) == "none") continue;
+      const auto means = [&](std::string_view setting, std::string_view value) {
+        put(accelerate_, {find_setting(setting), std::string(value), {Source::kAccelerate, name}});
+      };
+      if (key.key == kMegatronShards) {
+        if (parse_bool(name, *text)) means("sharding", "zero1");
+      } else if (!key.setting.empty()) {
+        means(key.setting, *text);
+        clips = clips || key.setting == "gradient_clipping";
+      } else {
+        TS_CHECK_AS(UnsupportedError, !key.alters || lower(*text) == key.harmless, kSettings, name,
+                    "=", *text, ": ", key.why, "; say ", key.harmless, ", or unset it");
+      }
+    }
+    if (clips) return;
+    put(accelerate_, {find_setting("gradient_clipping"),
+                      std::string(kMegatronClipping),
+                      {Source::kAccelerate, std::string(kMegatronSwitch)}});
   }
 
   // See read_fsdp_words().

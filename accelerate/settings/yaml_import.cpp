@@ -11,6 +11,7 @@
 #include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/accelerate/settings/letter_case.h>
+#include <tessera/accelerate/settings/megatron_keys.h>
 #include <tessera/core/error.h>
 #include <tessera/core/plain_text.h>
 
@@ -188,6 +189,21 @@ const Rule kMpirun[] = {
     {.key = "mpirun_ccl", .why = "MPI's own collectives are used"},
 };
 
+std::span<const Rule> megatron_rules() {
+  static const auto* const kRules = [] {
+    auto* rules = new std::vector<Rule>;  // also after main
+    for (const MegatronKey& key : megatron_keys()) {
+      rules->push_back({.key = key.key,
+                        .setting = key.setting,
+                        .why = key.why,
+                        .harmless = key.harmless,
+                        .alters = key.alters});
+    }
+    return rules;
+  }();
+  return *kRules;
+}
+
 const Rule* find_rule(std::span<const Rule> rules, std::string_view key) {
   for (const Rule& rule : rules) {
     if (rule.key == key) return &rule;
@@ -254,6 +270,7 @@ class Importer {
                      {"deepspeed_config", kDeepSpeed},
                      {"fp8_config", kFp8},
                      {"parallelism_config", kParallelism},
+                     {"megatron_lm_config", megatron_rules()},
                      {"mpirun_config", kMpirun}};  // also after main
     return *kSections;
   }
@@ -275,12 +292,14 @@ class Importer {
   // holds the answers to questions of other types, too.
   std::string ignored(const std::string& section) const {
     const bool on_cpus = type_ == "NO" || type_ == "FALSE" || type_ == "MULTI_CPU";
-    const bool reads = section == "fsdp_config"        ? type_ == "FSDP"
-                       : section == "deepspeed_config" ? type_ == "DEEPSPEED"
-                       : section == "mpirun_config"    ? on_cpus
-                                                       : !on_cpus;
+    const bool reads = section == "fsdp_config"          ? type_ == "FSDP"
+                       : section == "deepspeed_config"   ? type_ == "DEEPSPEED"
+                       : section == "megatron_lm_config" ? type_ == "MEGATRON_LM"
+                       : section == "mpirun_config"      ? on_cpus
+                                                         : !on_cpus;
     const bool by_type = section == "fsdp_config" || section == "deepspeed_config" ||
-                         section == "mpirun_config" || section == "parallelism_config";
+                         section == "megatron_lm_config" || section == "mpirun_config" ||
+                         section == "parallelism_config";
     if (by_type && !type_.empty() && !reads) {
       return "Accelerate does not read this section where distributed_type is " + type_;
     }
@@ -373,10 +392,9 @@ class Importer {
   }
 
   static std::string_view unsupported_section(const std::string& name) {
-    return name == "megatron_lm_config" ? "Megatron's parallelism is not available yet"
-           : name == "ipex_config"      ? "oneDNN is used by itself"
-           : name == "dynamo_config"    ? kCompile
-                                        : "no counterpart";
+    return name == "ipex_config"     ? "oneDNN is used by itself"
+           : name == "dynamo_config" ? kCompile
+                                     : "no counterpart";
   }
   void pass_over(const std::string& name, const YAML::Node& node, std::string_view why) {
     if (!node.IsMap() || node.size() == 0) line(name, "", ImportOutcome::kUnset, "empty");
@@ -454,6 +472,12 @@ class Importer {
         line(key, value, ImportOutcome::kUnset, "what the program says");
       } else {
         map(key, value, "gradient_clipping", value);
+      }
+    } else if (name == kMegatronShards) {
+      if (lower(value) == "true") {
+        map(key, value, "sharding", "zero1");
+      } else {
+        line(key, value, ImportOutcome::kUnset, "states stay whole");
       }
     } else if (name == "backend") {
       read_fp8_backend(key, value);
@@ -533,6 +557,8 @@ class Importer {
       line(key, value, ImportOutcome::kUnset, "see fsdp_config");
     } else if (type == "DEEPSPEED") {
       line(key, value, ImportOutcome::kUnset, "see deepspeed_config");
+    } else if (type == "MEGATRON_LM") {
+      line(key, value, ImportOutcome::kUnset, "see megatron_lm_config");
     } else {
       line(key, value, ImportOutcome::kRefused, "tessera has no such processes");
     }
@@ -600,6 +626,12 @@ class Importer {
     }
     if (type_ == "DEEPSPEED" && !deepspeed_file_given_) {
       map("distributed_type", type_, "deepspeed_config_file", std::string(kDeepSpeedWithoutFile));
+    }
+    const YAML::Node megatron = file["megatron_lm_config"];
+    const bool clips = megatron && megatron.IsMap() && megatron["megatron_lm_gradient_clipping"];
+    if (type_ == "MEGATRON_LM" && !clips) {
+      map("megatron_lm_config.megatron_lm_gradient_clipping", "", "gradient_clipping",
+          std::string(kMegatronClipping));
     }
     // Accelerate starts one process with NO whatever num_processes says.
     TS_CHECK_AS(

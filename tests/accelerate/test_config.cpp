@@ -494,7 +494,45 @@ TEST(ConfigAvailability, WhatIsPlannedIsAnErrorThatSaysSo) {
                 mentions(message, "not available yet"))
         << message;
   }
-  EXPECT_THROW(from({{"ACCELERATE_USE_MEGATRON_LM", "true"}}), UnsupportedError);
+}
+
+// As `accelerate launch --use_megatron_lm` exports it.
+TEST(ConfigPrecedence, MegatronsVariablesAreReadWhereItsSwitchIsOn) {
+  Environment environment = {{"ACCELERATE_USE_MEGATRON_LM", "true"},
+                             {"MEGATRON_LM_TP_DEGREE", "2"},
+                             {"MEGATRON_LM_PP_DEGREE", "4"},
+                             {"MEGATRON_LM_NUM_MICRO_BATCHES", "8"},
+                             {"MEGATRON_LM_SEQUENCE_PARALLELISM", "false"},
+                             {"MEGATRON_LM_GRADIENT_CLIPPING", "0.5"},
+                             {"MEGATRON_LM_RECOMPUTE_ACTIVATIONS", "true"},
+                             {"MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "true"},
+                             {"MEGATRON_LM_USE_CUSTOM_FSDP", "False"},
+                             {"MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE", "1"},
+                             {"MEGATRON_LM_CONTEXT_PARALLEL_SIZE", "1"}};
+  const Settings settings = from(environment);
+  EXPECT_EQ(settings.tp_size.value, 2);
+  EXPECT_EQ(settings.pp_size.value, 4);
+  EXPECT_EQ(settings.gradient_accumulation_steps.value, 8);
+  EXPECT_FALSE(settings.tp_sequence.value);
+  EXPECT_EQ(settings.gradient_clipping.value, 0.5);
+  EXPECT_TRUE(settings.fsdp_activation_checkpointing.value);
+  EXPECT_EQ(settings.sharding.value, Sharding::kZero1);
+  EXPECT_EQ(settings.pp_size.origin.describe(), "MEGATRON_LM_PP_DEGREE");
+  // Megatron clips where nobody says anything.
+  environment.erase("MEGATRON_LM_GRADIENT_CLIPPING");
+  EXPECT_EQ(from(environment).gradient_clipping.value, 1);
+  for (const auto& [name, value, why] :
+       {std::array<const char*, 3>{"MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE", "2", "experts"},
+        {"MEGATRON_LM_DECODER_LAST_PIPELINE_NUM_LAYERS", "3", "pp_cuts"},
+        {"MEGATRON_LM_EOD_MASK_LOSS", "True", "loss"},
+        {"MEGATRON_LM_CONTEXT_PARALLEL_SIZE", "2", "cp_size"}}) {
+    Environment other = environment;
+    other[name] = value;
+    const std::string message = message_of<UnsupportedError>([&] { from(other); });
+    EXPECT_TRUE(mentions(message, name) && mentions(message, why)) << message;
+  }
+  environment["ACCELERATE_USE_MEGATRON_LM"] = "false";
+  EXPECT_EQ(from(environment).pp_size.value, 1);
 }
 
 TEST(ConfigPrecedence, CodeFlagTesseraAccelerateFileDefault) {

@@ -350,6 +350,10 @@ TEST(ConfigImport, EverySpecialValueHasItsLine) {
   const auto deepspeed = [](const std::string& key, const std::string& value) {
     return "distributed_type: DEEPSPEED\ndeepspeed_config:\n  " + key + ": " + value + "\n";
   };
+  const auto megatron = [](const std::string& key, const std::string& value) {
+    return "distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_" + key + ": " +
+           value + "\n";
+  };
   const auto fp8 = [](const std::string& key, const std::string& value) {
     return "mixed_precision: fp8\nfp8_config:\n  " + key + ": " + value + "\n";
   };
@@ -390,7 +394,23 @@ TEST(ConfigImport, EverySpecialValueHasItsLine) {
       {"dynamo_config: {}", "dynamo_config", kUnset, "empty"},
       {"dynamo_config:\n  dynamo_mode: x", "dynamo_config.dynamo_mode", kNoCounterpart, "compiler"},
       {"ipex_config:\n  ipex: true", "ipex_config.ipex", kNoCounterpart, "oneDNN"},
-      {"megatron_lm_config:\n  a: 1", "megatron_lm_config.a", kNoCounterpart, "Megatron"},
+      {"distributed_type: MEGATRON_LM", "distributed_type", kUnset, "see megatron_lm_config"},
+      {megatron("tp_degree", "2"), "megatron_lm_config.megatron_lm_tp_degree", kMapped,
+       "tp_size = 2"},
+      {megatron("use_distributed_optimizer", "true"),
+       "megatron_lm_config.megatron_lm_use_distributed_optimizer", kMapped, "sharding = zero1"},
+      {megatron("use_distributed_optimizer", "false"),
+       "megatron_lm_config.megatron_lm_use_distributed_optimizer", kUnset, "whole"},
+      {megatron("expert_model_parallel_size", "2"),
+       "megatron_lm_config.megatron_lm_expert_model_parallel_size", kRefused, "experts"},
+      {megatron("expert_model_parallel_size", "1"),
+       "megatron_lm_config.megatron_lm_expert_model_parallel_size", kUnset, "experts"},
+      {megatron("recompute_granularity", "selective"),
+       "megatron_lm_config.megatron_lm_recompute_granularity", kNoCounterpart, "whole blocks"},
+      {megatron("pp_degree", "4"), "megatron_lm_config.megatron_lm_gradient_clipping", kMapped,
+       "gradient_clipping = 1"},
+      {"distributed_type: FSDP\nmegatron_lm_config:\n  megatron_lm_pp_degree: 2\n",
+       "megatron_lm_config.megatron_lm_pp_degree", kNoCounterpart, "does not read this section"},
       {fsdp("fsdp_version", "2.0"), "fsdp_config.fsdp_version", kUnset, "one engine"},
       {fsdp("fsdp_state_dict_type", "LOCAL_STATE_DICT"), "fsdp_config.fsdp_state_dict_type",
        kRefused, "parts that do not say"},
