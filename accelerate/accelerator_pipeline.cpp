@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 #include <span>
+#include <sstream>
 #include <unordered_set>
 #include <utility>
 
@@ -166,6 +167,7 @@ struct Pipeline::Impl {
                      const std::vector<double>& weights);
   distributed::StagedModel::Call numbered(distributed::StagedModel& staged, int count,
                                           const OfBatch& call, bool trains);
+  void give_back(ModelRecord& record, const TensorList& before);
   void reduce(distributed::StagedModel& staged, TensorList& losses, std::span<const double> weights,
               double& weight);
 };
@@ -232,10 +234,18 @@ Tensor Pipeline::Impl::plain_step(ModelRecord& record, int64_t count, const OfBa
   TensorList losses;
   for (int64_t i = 0; i < count; ++i) {
     const auto micro = accelerator->accumulate(*model);
-    const Tensor one = loss(i);
-    losses.push_back(one.detach());
-    accelerator->backward(
-        one, {.weight = alike ? std::nullopt : std::optional(weights[static_cast<size_t>(i)])});
+    bool added = i > 0;
+    // What a step that failed has added goes, and the next one begins a window.
+    try {
+      const Tensor one = loss(i);
+      losses.push_back(one.detach());
+      added = true;
+      accelerator->backward(
+          one, {.weight = alike ? std::nullopt : std::optional(weights[static_cast<size_t>(i)])});
+    } catch (...) {
+      added ? record.leave_window() : record.window.leave();
+      throw;
+    }
   }
   return mean_of(losses, weights);
 }
@@ -297,6 +307,7 @@ void Pipeline::Impl::reduce(distributed::StagedModel& staged, TensorList& losses
     }
     return of_ranks;
   };
+  std::string different;
   if (!own_stages) {
     const data::LoaderBase* const loader = state->loader_plan->active();
     const data::LoaderCursor read =
@@ -310,13 +321,14 @@ void Pipeline::Impl::reduce(distributed::StagedModel& staged, TensorList& losses
     }
     distributed::Group& ranks = dims.mesh().group("pp");
     const std::vector<std::vector<double>> of_ranks = exchange(ranks, std::move(values));
-    for (size_t rank = 1; rank < of_ranks.size(); ++rank) {
-      for (size_t i = 0; i < alike; ++i) {
+    for (size_t rank = 1; rank < of_ranks.size() && different.empty(); ++rank) {
+      for (size_t i = 0; i < alike && different.empty(); ++i) {
+        if (of_ranks[rank][i] == of_ranks[0][i]) continue;
         const char* const what = i == 0 ? "epoch " : i == 1 ? "position " : "the weight ";
-        TS_CHECK(of_ranks[rank][i] == of_ranks[0][i], kPipeline,
-                 "the ranks of a pipeline have read different micro-batches: rank 0 has ", what,
-                 of_ranks[0][i], ", rank ", rank, " has ", what, of_ranks[rank][i],
-                 "; let all ranks take the same steps through a prepared loader (-1: none)");
+        PlainText<std::ostringstream> out;
+        out << "rank 0 has " << what << of_ranks[0][i] << ", rank " << rank << " has " << what
+            << of_ranks[rank][i];
+        different = out.str();
       }
     }
     losses.clear();
@@ -338,6 +350,22 @@ void Pipeline::Impl::reduce(distributed::StagedModel& staged, TensorList& losses
   staged.finish_reductions(has);
   if (!own_stages) staged.complete_gradients(has);
   staged.share_buffers();
+  // When all that was begun has ended.
+  TS_CHECK(different.empty(), kPipeline,
+           "the ranks of a pipeline have read different micro-batches: ", different,
+           "; let all ranks take the same steps through a prepared loader (-1: none)");
+}
+
+// After a step that failed: the gradients before it, and the next one begins a window.
+void Pipeline::Impl::give_back(ModelRecord& record, const TensorList& before) {
+  const NoGradGuard no_grad;
+  for (size_t i = 0; i < before.size(); ++i) {
+    record.parameters[i].tensor.set_grad(before[i]);
+    if (before[i].defined() && !record.kept.empty()) zero_(raw::alias(before[i]));
+  }
+  record.kept.add();
+  record.kept.clear();
+  record.window.leave();
 }
 
 Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int count,
@@ -404,17 +432,25 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
       throw;
     }
   };
-  std::optional<distributed::StagedModel::Step> step;
-  between("before the first forward",
-          [&] { step.emplace(staged, groups(), std::move(calls), true); });
-  losses = executor(staged, count).step();
-  between("behind the last backward", [&] { step->finish(); });
-  state->counters.micro_batches += static_cast<int64_t>(count) * state->data_ranks;
-
-  const NoGradGuard no_grad;
+  TensorList before;
+  for (const NamedTensor& named : record.parameters) before.push_back(named.tensor.grad());
   double weight = record.window.weight();
-  between("behind the last backward", [&] { reduce(staged, losses, weights, weight); });
+  std::optional<distributed::StagedModel::Step> step;
+  try {
+    between("before the first forward",
+            [&] { step.emplace(staged, groups(), std::move(calls), true); });
+    losses = executor(staged, count).step();
+    between("behind the last backward", [&] { step->finish(); });
+    state->counters.micro_batches += static_cast<int64_t>(count) * state->data_ranks;
+    const NoGradGuard no_grad;
+    between("behind the last backward", [&] { reduce(staged, losses, weights, weight); });
+  } catch (...) {
+    step.reset();
+    give_back(record, before);
+    throw;
+  }
   step.reset();
+  const NoGradGuard no_grad;
   record.window_weight = weight;
   double divisor = undivided || alike || weight == 0 ? 1 : weight;
   if (alike) divisor = alone ? 1 : static_cast<double>(state->dims->loss_ranks().size());

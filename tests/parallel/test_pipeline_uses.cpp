@@ -412,6 +412,78 @@ TEST(PipelineUses, TwoStepsOfThePipelineAreOneOfTheOptimizer) {
   });
 }
 
+// In one process, by the plain loop and by two stages.
+TEST(PipelineUses, AStepThatFailsLeavesTheGradientsBeforeIt) {
+  for (const bool staged : {false, true}) {
+    const auto trained = [&](int fails_at) {
+      Outcome outcome;
+      compared_ranks(1, [&](int) {
+        outcome = play(untied, {.options = {.ties_apart = staged}}, [&](Session& s) {
+          const auto optimizer = prepared(s);
+          s.step();
+          int calls = 0;
+          const auto failing = [&](const Batch& batch) {
+            if (calls++ == fails_at) throw ValueError("that was all");
+            return s.training.loss(batch);
+          };
+          if (fails_at >= 0) {
+            EXPECT_THROW(s.pipeline().step(s.window(4), failing), ValueError);
+            --s.step_number;
+          }
+          for (int i = 0; i < 2; ++i) {
+            s.step();
+            s.tell(s.accelerator.clip_grad_norm(s.model().parameters(), 0.5).item());
+            end_step(*optimizer);
+          }
+        });
+      });
+      return outcome;
+    };
+    const Outcome expected = trained(-1);
+    for (const int at : {0, 2}) {
+      const Outcome own = trained(at);
+      EXPECT_EQ(own.told, expected.told) << at << staged;
+      EXPECT_TRUE(own.parameters == expected.parameters) << at << staged;
+    }
+  }
+}
+
+// All ranks find out together, behind their backwards.
+TEST(PipelineUses, AStepThatIsRefusedLeavesTheGradientsBeforeIt) {
+  for (const Sharding sharding : kShardings) {
+    for (const int ranks : {2, 4}) {
+      const auto trained = [&](bool fails) {
+        Outcome outcome;
+        compared_ranks(ranks, [&](int rank) {
+          const Way way{.pp = 2, .sharding = sharding};
+          const Outcome own = play(untied, way, [&](Session& s) {
+            const auto optimizer = prepared(s);
+            s.step();
+            if (fails) {
+              const std::vector<Batch> window = s.window(8);
+              std::vector<double> weights(window.size(), 1);
+              if (s.pipeline().is_last_stage()) weights.back() = 2;
+              EXPECT_THROW(s.pipeline().step(window, s.training.loss, {.weights = weights}),
+                           ValueError);
+              --s.step_number;
+            }
+            for (int i = 0; i < 2; ++i) {
+              s.step();
+              s.tell(s.accelerator.clip_grad_norm(s.model().parameters(), 0.5).item());
+              end_step(*optimizer);
+            }
+          });
+          if (rank == 0) outcome = own;
+        });
+        return outcome;
+      };
+      const Outcome own = trained(true), expected = trained(false);
+      EXPECT_EQ(own.told, expected.told) << ranks << static_cast<int>(sharding);
+      EXPECT_TRUE(own.parameters == expected.parameters) << ranks << static_cast<int>(sharding);
+    }
+  }
+}
+
 TEST(PipelineUses, LengthsChangeFromStepToStep) {
   expect_as_alone(untied, [](Session& s) {
     const auto optimizer = prepared(s);
@@ -744,6 +816,16 @@ TEST(PipelineUses, RanksOfAPipelineThatReadDifferentBatchesAreRefused) {
                       {.weights = {1, 1.0 + rank}});
       });
   EXPECT_TRUE(mentions(weights, "rank 0 has the weight 1, rank 1 has the weight 2")) << weights;
+  const std::string layers = message_of<ValueError>([] {
+    distributed::failing_ranks("the call is refused", 4, [](int rank) {
+      Accelerator accelerator(settings_of({.pp = 2, .micro_batches = 2, .tp = 2}));
+      const Training training = untied();
+      Pipeline pipeline = accelerator.pipeline(*training.model);
+      pipeline.step(std::vector{batch_of(0), batch_of(1)}, training.loss,
+                    {.weights = {1, 1.0 + rank % 2}});
+    });
+  });
+  EXPECT_TRUE(mentions(layers, "ranks that calculate one micro-batch together")) << layers;
 }
 
 TEST(PipelineUses, ALossWithoutAGradientIsRefusedOnOneRankAndOnStages) {
