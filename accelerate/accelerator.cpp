@@ -60,10 +60,11 @@ Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> f
     state.loss_scaling.begin(state.dims->found_inf_ranks());
   state.loader_plan = std::make_unique<accelerate::LoaderPlan>(
       state.dims->batch_ranks(),
-      accelerate::LoaderPlanOptions{.split_batches = settings.split_batches,
-                                    .dispatch_batches = settings.dispatch_batches.value,
-                                    .even_batches = settings.even_batches,
-                                    .readers = &state.dims->fp8_ranks()});
+      accelerate::LoaderPlanOptions{
+          .split_batches = settings.split_batches,
+          .dispatch_batches = settings.dispatch_batches.value,
+          .even_batches = settings.even_batches,
+          .readers = settings.pp_size > 1 ? &state.dims->state_ranks() : &state.dims->fp8_ranks()});
   // A slot of the Context, as random numbers are: where nobody says anything it stays as it is.
   if (settings.allow_tf32.origin.source != accelerate::Source::kDefault) {
     Context::current().slot<GemmOptions>().tf32 = settings.allow_tf32;

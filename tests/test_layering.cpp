@@ -250,6 +250,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"accelerate/settings/deepspeed_keys.h", "inside of settings"},
     {"accelerate/settings/edit_distance.h", "inside of settings"},
     {"accelerate/settings/fsdp_words.h", "inside of settings"},
+    {"accelerate/settings/megatron_keys.h", "inside of settings"},
     {"accelerate/settings/import_report.h", "the tessera command"},
     {"accelerate/settings/letter_case.h", "inside of settings"},
     {"accelerate/settings/schema/", "inside of settings"},

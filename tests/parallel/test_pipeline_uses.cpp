@@ -794,6 +794,23 @@ struct Examples : data::Dataset<std::array<Tensor, 2>> {
   }
 };
 
+TEST(PipelineUses, RanksOfAPipelineShuffleAlikeWhateverTheirSeeds) {
+  const Examples examples;
+  std::array<std::vector<double>, 2> read;
+  compared_ranks(2, [&](int rank) {
+    Accelerator accelerator(settings_of({.pp = 2}));
+    manual_seed(40 + static_cast<uint64_t>(rank));
+    data::DataLoader loader(examples, {.batch_size = 2, .shuffle = true});
+    accelerator.prepare(loader);
+    for (const auto& batch : loader) {
+      for (const double token : batch[0].to_vector()) {
+        read[static_cast<size_t>(rank)].push_back(token);
+      }
+    }
+  });
+  EXPECT_EQ(read[0], read[1]);
+}
+
 TEST(PipelineUses, RanksOfAPipelineThatReadDifferentBatchesAreRefused) {
   const Examples examples;
   const auto ahead = [&](Accelerator& accelerator, Training& training, int rank) {
