@@ -31,11 +31,10 @@ Tensor Attention::forward(const Tensor& x, const SeenKeys& keys, models::KvCache
         packed_attention(packed, {.starts = keys.options.starts, .dropout = drop, .causal = true}));
   }
   const auto part = [&](int64_t i) { return packed.select(2, i).transpose(1, 2); };
-  KvCache::Held held{part(1), part(2)};
-  if (cache != nullptr) held = cache->append(layer, held.keys, held.values);
   AttentionOptions options = keys.options;
   if (cache == nullptr) options.dropout = drop;
-  const Tensor y = scaled_dot_product_attention(part(0), held.keys, held.values, options);
+  const Tensor y = cache ? cache->attend(layer, part(0), part(1), part(2), options)
+                         : scaled_dot_product_attention(part(0), part(1), part(2), options);
   return c_proj(y.transpose(1, 2).reshape({B, T, y.size(1) * E}));
 }
 

@@ -1,7 +1,9 @@
 #include <tessera/nn/models/kv_cache.h>
 
+#include <cmath>
+
 #include <tessera/autograd/autograd.h>
-#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/attention/attention_bytes.h>
 
 namespace tessera::nn::models {
 
@@ -42,13 +44,11 @@ int64_t KvCache::bytes() const {
   return vectors * (shape_.width * size_of(dtype_) + (dtype_ == kU8 ? 2 * size_of(kF32) : 0));
 }
 
-Tensor KvCache::append(Part& part, const Tensor& added) const {
-  const int64_t T = added.size(2), total = length_ + T;
-  const auto fresh = [&](const Tensor& all) { return all.narrow(2, length_, T); };
-  const auto all = [&](const Tensor& each) { return each.narrow(2, 0, total); };
+void KvCache::write(Part& part, const Tensor& added) const {
+  const auto fresh = [&](const Tensor& all) { return all.narrow(2, length_, added.size(2)); };
   if (dtype_ != kU8) {
     fresh(part.held).copy_(added);
-    return all(part.held).to(added.dtype());
+    return;
   }
   const Tensor x = added.to(kF32), least = amin(x, {-1}, true);
   const Tensor step = (amax(x, {-1}, true) - least) / kSteps;
@@ -57,16 +57,59 @@ Tensor KvCache::append(Part& part, const Tensor& added) const {
   fresh(part.held).copy_(round(number));
   fresh(part.least).copy_(least);
   fresh(part.step).copy_(step);
-  return (all(part.held).to(kF32) * all(part.step) + all(part.least)).to(added.dtype());
+}
+
+Tensor KvCache::read(const Part& part, int64_t total, DType dtype) const {
+  const auto all = [&](const Tensor& each) { return each.narrow(2, 0, total); };
+  if (dtype_ != kU8) return all(part.held).to(dtype);
+  return (all(part.held).to(kF32) * all(part.step) + all(part.least)).to(dtype);
+}
+
+void KvCache::check_room(int64_t added) const {
+  TS_CHECK_SHAPE(length_ + added <= capacity(), "KvCache", "holds ", length_, " of ", capacity(),
+                 " tokens and cannot take ", added,
+                 " more; make it with more room, or clear() it and begin with fewer");
 }
 
 KvCache::Held KvCache::append(size_t layer, const Tensor& keys, const Tensor& values) {
-  const int64_t added = keys.size(2), total = length_ + added;
-  TS_CHECK_SHAPE(total <= capacity(), "KvCache", "holds ", length_, " of ", capacity(),
-                 " tokens and cannot take ", added,
-                 " more; make it with more room, or clear() it and begin with fewer");
+  const int64_t total = length_ + keys.size(2);
+  check_room(keys.size(2));
   const NoGradGuard no_grad;
-  return {append(keys_.at(layer), keys), append(values_.at(layer), values)};
+  write(keys_.at(layer), keys);
+  write(values_.at(layer), values);
+  return {read(keys_[layer], total, keys.dtype()), read(values_[layer], total, values.dtype())};
+}
+
+Tensor KvCache::attend(size_t layer, const Tensor& query, const Tensor& keys, const Tensor& values,
+                       const AttentionOptions& options) {
+  // What the kernel of bytes does not know goes the way of all dtypes: gradients of the query, parts
+  // of tensors, f64, and bounds.
+  const bool by_bytes = dtype_ == kU8 && device_.is_cpu() && query.device().is_cpu() &&
+                        query.dim() == 4 && query.size(2) <= kernels::kFewQueries &&
+                        query.dtype() != kF64 && !(grad_enabled() && query.requires_grad()) &&
+                        query.impl()->marks == 0 && options.dropout == 0 &&
+                        !options.lengths.defined() && !options.starts.defined() &&
+                        !options.ends.defined();
+  if (!by_bytes) {
+    const Held held = append(layer, keys, values);
+    return scaled_dot_product_attention(query, held.keys, held.values, options);
+  }
+  const int64_t total = length_ + keys.size(2);
+  check_room(keys.size(2));
+  const NoGradGuard no_grad;
+  write(keys_.at(layer), keys);
+  write(values_.at(layer), values);
+  const auto bytes_of = [&](const Part& part) {
+    const auto all = [&](const Tensor& each) { return each.narrow(2, 0, total); };
+    return kernels::ByteVectors{all(part.held), all(part.least), all(part.step)};
+  };
+  kernels::AttentionSpec spec{
+      .scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(query.size(3)))),
+      .causal = options.causal};
+  if (options.mask.defined()) {
+    spec.mask = options.mask.expand({query.size(0), query.size(1), query.size(2), total});
+  }
+  return kernels::attention_of_bytes(query, bytes_of(keys_[layer]), bytes_of(values_[layer]), spec);
 }
 
 void KvCache::select(const Tensor& rows) {

@@ -7,15 +7,21 @@
 //
 // It holds them as f32, bf16 or f16, or with kU8 in 8 bits: each vector of a head and token by its
 // smallest value and a 255th of its range, so that no element is off by more than a 510th of the
-// range, beside rounding of f32. 8 bits take (E + 8) / 4 E of the bytes of f32. What attention reads
-// is converted to the dtype of the keys that are appended, one layer at a time: each call reads
-// what is held and writes it once in that dtype, which f32 beside f32 saves.
+// range, beside rounding of f32. 8 bits take (E + 8) / 4 E of the bytes of f32.
+//
+// With keys off by at most d each, a score scale * (q . k) is off by at most scale * d * sum|q|; with
+// all scores off by at most e, each probability is off by a factor between exp(-2 e) and exp(2 e), and an
+// output by at most (exp(2 e) - 1) * max|v| beside what values are off by.
+//
+// What attention reads is converted to the dtype of the keys that are appended, one layer at a time: each
+// call reads what is held and writes it once in that dtype. f32 beside f32 saves this, and so do few
+// queries beside 8 bits on a CPU, which read these as they lie (attention_bytes.h).
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include <tessera/core/tensor/tensor.h>
+#include <tessera/autograd/ops.h>
 
 namespace tessera::nn::models {
 
@@ -39,6 +45,9 @@ class KvCache {
   // Appends the keys and values [B, H, T, E] of one layer and returns all of them. ShapeError: more
   // than the capacity.
   Held append(size_t layer, const Tensor& keys, const Tensor& values);
+  // Appends likewise, and gives scaled_dot_product_attention of the queries [B, H, T, E] to all.
+  Tensor attend(size_t layer, const Tensor& query, const Tensor& keys, const Tensor& values,
+                const AttentionOptions& options);
   void advance(int64_t tokens) { length_ += tokens; }  // after the last layer
   // Sequence i is what sequence rows[i] was; the number of sequences may change. rows: [n] i64.
   void select(const Tensor& rows);
@@ -49,7 +58,10 @@ class KvCache {
     Tensor least, step;  // [B, H, capacity, 1] f32, of 8 bits
   };
   Part make_part() const;
-  Tensor append(Part& part, const Tensor& added) const;
+  void check_room(int64_t added) const;
+  // Writes the vectors [B, H, T, E] behind those that are held.
+  void write(Part& part, const Tensor& added) const;
+  Tensor read(const Part& part, int64_t total, DType dtype) const;
 
   KvCacheShape shape_;
   DType dtype_;

@@ -92,17 +92,21 @@ Tensor Attention::forward(const Tensor& given, const Positions& positions, model
   const View& view = config.window_of(layer) > 0 ? positions.window : positions.all;
   const auto [query, key, value] = project(given);
   const Tensor queries = turned(query, view.angles);
-  KvCache::Held held{turned(key, view.angles), value};
-  if (cache != nullptr) held = cache->append(static_cast<size_t>(layer), held.keys, held.values);
+  const Tensor keys = turned(key, view.angles);
   AttentionOptions options = view.keys.options;
   if (config.query_scalar > 0) options.scale = 1 / std::sqrt(config.query_scalar);
   if (is_training()) options.dropout = config.attention_dropout;
   const auto E = static_cast<double>(config.head());
-  const Tensor mixed =
-      config.score_cap > 0
-          ? capped_attention(queries, held.keys, held.values, options.mask,
-                             options.scale.value_or(1 / std::sqrt(E)), config.score_cap)
-          : scaled_dot_product_attention(queries, held.keys, held.values, options);
+  const auto place = static_cast<size_t>(layer);
+  Tensor mixed;
+  if (config.score_cap > 0) {
+    const auto held = cache ? cache->append(place, keys, value) : KvCache::Held{keys, value};
+    mixed = capped_attention(queries, held.keys, held.values, options.mask,
+                             options.scale.value_or(1 / std::sqrt(E)), config.score_cap);
+  } else {
+    mixed = cache ? cache->attend(place, queries, keys, value, options)
+                  : scaled_dot_product_attention(queries, keys, value, options);
+  }
   const int64_t B = mixed.size(0), T = mixed.size(2);
   return o_proj(mixed.transpose(1, 2).reshape({B, T, mixed.size(1) * mixed.size(3)}));
 }

@@ -202,6 +202,23 @@ TEST_P(EveryDecoder, PiecesReadIntoACacheGiveTheLogitsOfTheWhole) {
   EXPECT_NE(difference(by_pieces(kU8), whole, 1e-7 * largest(whole)), "");
 }
 
+// Of random weights logits lie close together, so that texts part sooner or later. 19 to 24 of these 24
+// tokens are the same.
+TEST_P(EveryDecoder, GreedyTextsBesideEightBitsAreMostlyThoseOfAnExactCache) {
+  const Texts prompts = golden_.at("prompts").get<Texts>();
+  const auto made = [&](std::optional<DType> cache) {
+    return generate(
+        language_model(*model_), prompts,
+        {.max_tokens = 8, .temperature = 0, .stop_at_end = false, .cache_dtype = cache});
+  };
+  const Texts exact = made(std::nullopt), rough = made(kU8);
+  size_t equal = 0, all = 0;
+  for (size_t i = 0; i < exact.size(); ++i) {
+    for (size_t at = 0; at < exact[i].size(); ++at, ++all) equal += exact[i][at] == rough[i][at];
+  }
+  EXPECT_GE(3 * equal, 2 * all) << equal << " of " << all;
+}
+
 // ---- What the library does with modules ----------------------------------------------------------
 
 TEST_P(EveryDecoder, CheckpointedLayersGiveTheSameGradients) {
@@ -273,6 +290,77 @@ TEST(KvCache, EightBitsAreOffByAtMostA510thOfTheRangeOfAVector) {
   EXPECT_EQ(held.values.to_vector(), values.to_vector()) << "of one number nothing is lost";
   EXPECT_EQ(cache.bytes(), 2 * 2 * 3 * 9 * (16 + 8));
   EXPECT_THROW(KvCache({.layers = 1}, kI64, kCpu), DTypeError);
+}
+
+// Few queries read the bytes as they lie: the same numbers as those of what the bytes mean, and no
+// further from those of what was appended than the header says.
+TEST(KvCache, AttentionToEightBitsKeepsToItsBound) {
+  const NoGradGuard no_grad;
+  constexpr double kEps = 1.1920929e-7;
+  constexpr int64_t kBatch = 2, kHeads = 6, kKeyHeads = 2;
+  for (const auto& [past, count, width] :
+       {std::tuple<int64_t, int64_t, int64_t>{0, 8, 64}, {37, 1, 64}, {300, 3, 20}, {63, 1, 7}}) {
+    const int64_t total = past + count;
+    const KvCacheShape shape{
+        .layers = 1, .batch = kBatch, .heads = kKeyHeads, .capacity = total + 5, .width = width};
+    const auto random = [&](int64_t heads, int64_t tokens, uint64_t seed) {
+      return randn({kBatch, heads, tokens, width}, {}, RandomStream{seed, 0});
+    };
+    const Tensor query = random(kHeads, count, 1);
+    const Tensor keys = random(kKeyHeads, total, 2) + 0.5, values = random(kKeyHeads, total, 3) * 2;
+    const VisibleKeys visible{.past = past, .count = count};
+    const AttentionOptions options{.mask = mask_of(visible, kCpu), .enable_gqa = true};
+    KvCache cache(shape, kU8, kCpu);
+    if (past > 0) cache.append(0, keys.narrow(2, 0, past), values.narrow(2, 0, past));
+    cache.advance(past);
+    const Tensor k = keys.narrow(2, past, count), v = values.narrow(2, past, count);
+    const Tensor output = cache.attend(0, query, k, v, options);
+    const auto held = cache.append(0, k, v);  // the same once more, converted
+    const std::string what = std::to_string(past) + " + " + std::to_string(count);
+    // Of one calculation beside the other: rounding of scores, of up to twice the sums' terms.
+    const Tensor meant = scaled_dot_product_attention(query, held.keys, held.values, options);
+    const double most_value = max(abs(held.values)).item(), most_key = max(abs(keys)).item();
+    const double query_sum = max(abs(query).sum({-1})).item();
+    const double scale = 1 / std::sqrt(static_cast<double>(width));
+    const double rounding = 4 * kEps *
+                            (std::sqrt(static_cast<double>(width)) * scale * query_sum * most_key +
+                             std::sqrt(static_cast<double>(total))) *
+                            most_value;
+    EXPECT_LE(max(abs(output - meant)).item(), rounding) << what;
+    // Beside what was appended.
+    const auto step = [](const Tensor& x) {
+      return max(amax(x, {-1}) - amin(x, {-1})).item() / 255;
+    };
+    const double score = scale * step(keys) / 2 * query_sum;
+    const double bound = std::expm1(2 * score) * most_value + step(values) / 2 + rounding;
+    const Tensor exact = scaled_dot_product_attention(query, keys, values, options);
+    EXPECT_LE(max(abs(output - exact)).item(), bound) << what;
+    EXPECT_GE(max(abs(output - exact)).item(), 1e-4) << what << ": nothing was in 8 bits";
+  }
+}
+
+TEST(KvCache, AttentionToEightBitsKnowsDtypesAndGradients) {
+  const KvCacheShape shape{.layers = 1, .batch = 1, .heads = 2, .capacity = 9, .width = 16};
+  const Tensor x = randn({1, 2, 3, 16}, {}, RandomStream{5, 0});
+  std::vector<double> of_f32;
+  for (const DType dtype : {kF32, kF64, kBF16, kF16}) {
+    KvCache cache(shape, kU8, kCpu);
+    const Tensor given = x.to(dtype);
+    const Tensor output = cache.attend(0, given, given, given, {});
+    EXPECT_EQ(output.dtype(), dtype);
+    if (dtype == kF32) of_f32 = output.to_vector();
+    // Numbers of 16 bits may fall to the next of 255 steps: a 60th, of a range of 4; and bf16 rounds by
+    // up to a 256th of each.
+    EXPECT_EQ(difference(output, of_f32, dtype == kF64 ? 1e-5 : 0.03), "") << dtype;
+  }
+  KvCache cache(shape, kU8, kCpu);
+  const Tensor query = x.clone().set_requires_grad();
+  cache.attend(0, query, x, x, {}).sum().backward();
+  EXPECT_GT(max(abs(query.grad())).item(), 0);
+  cache.advance(3);
+  EXPECT_THROW(
+      cache.attend(0, randn({1, 2, 7, 16}), randn({1, 2, 7, 16}), randn({1, 2, 7, 16}), {}),
+      ShapeError);
 }
 
 TEST(KvCache, SelectedRowsAreThoseTextsAndTheirNumberMayChange) {

@@ -3,6 +3,7 @@
 
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/attention/attention.h>
+#include <tessera/core/kernels/attention/attention_bytes.h>
 #include <tessera/core/kernels/attention/attention_head.h>
 #include <tessera/core/kernels/attention/attention_pieces.h>
 #include <tessera/core/kernels/common/compute.h>
@@ -121,22 +122,9 @@ class Tasks {
   int64_t count_ = 0, bytes_ = 0;
 };
 
-}  // namespace
-
-AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                          const AttentionSpec& spec) {
-  if (query.device().is_cuda()) {
-    return on_cuda<kernels::attention>("scaled_dot_product_attention", query.device(), query, key,
-                                       value, spec);
-  }
-  const int64_t B = query.size(0), H = query.size(1), T = query.size(2), Ev = value.size(3);
-  AttentionResult result{
-      raw::transpose(raw::empty({B, T, H, Ev}, query.dtype(), query.device()), 1, 2),
-      raw::empty({B, H, T}, compute_dtype(query.dtype()), query.device())};
-  if (query.is_meta() || B * H * T == 0) return result;
-  const AttentionProblem problem =
-      problem_of(query, key, value, result.output, result.log_sums, spec);
-  const AttentionPieces pieces = attention_pieces(spec, B, T, problem.S);
+// The outputs of a problem on the CPU.
+void run_forward(const AttentionProblem& problem, const AttentionSpec& spec) {
+  const AttentionPieces pieces = attention_pieces(spec, problem.B, problem.T, problem.S);
   const Tasks tasks(problem, pieces, false, [](const AttentionProblem& p) {
     return reads_in_place(p) ? p.Hk * parts_of(p) : p.H;
   });
@@ -148,7 +136,83 @@ AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& 
       TS_SIMD_CALL(attention_head, p, b, task, scratch);
     }
   });
+}
+
+void check_bytes(const Tensor& query, const ByteVectors& key, const ByteVectors& value,
+                 const AttentionSpec& spec) {
+  constexpr auto kName = "attention_of_bytes";
+  TS_CHECK_DTYPE(query.dtype() == kF32 || query.dtype() == kF16 || query.dtype() == kBF16, kName,
+                 "expects a query of f32, f16 or bf16; got ", query);
+  TS_CHECK_SHAPE(query.dim() == 4 && query.size(2) <= kFewQueries, kName,
+                 "expects a query [B, H, T, E] with T up to ", kFewQueries, "; got ", query);
+  TS_CHECK(spec.dropout == 0 && !spec.lengths.defined() && !spec.starts.defined() &&
+               !spec.ends.defined(),
+           kName, "takes a mask or causal, and neither dropout, lengths, starts nor ends");
+  for (const ByteVectors* each : {&key, &value}) {
+    const Tensor& bytes = each->bytes;
+    TS_CHECK_DTYPE(
+        bytes.dtype() == kU8 && each->least.dtype() == kF32 && each->step.dtype() == kF32, kName,
+        "expects bytes of u8 with least and step of f32; got ", bytes, ", ", each->least, " and ",
+        each->step);
+    TS_CHECK_SHAPE(bytes.dim() == 4 && bytes.size(0) == query.size(0) &&
+                       bytes.size(1) == key.bytes.size(1) && bytes.size(2) == key.bytes.size(2) &&
+                       bytes.stride(3) == 1,
+                   kName, "expects bytes [", query.size(0),
+                   ", Hk, S, E] alike in keys and values, each vector in one piece; got ", bytes);
+    for (const Tensor& number : {each->least, each->step}) {
+      TS_CHECK_SHAPE(number.dim() == 4 && number.size(3) == 1 && number.stride(2) == 1 &&
+                         number.size(0) == bytes.size(0) && number.size(1) == bytes.size(1) &&
+                         number.size(2) == bytes.size(2),
+                     kName, "expects a number for each vector of ", bytes,
+                     ", a head's in one piece; got ", number);
+    }
+    for (const Tensor& one : {bytes, each->least, each->step}) {
+      TS_CHECK_DEVICE(one.device().is_cpu() && query.device().is_cpu(), kName,
+                      "runs on a CPU; got ", query, " and ", one,
+                      "; convert keys and values and call scaled_dot_product_attention");
+    }
+  }
+  TS_CHECK_SHAPE(key.bytes.size(3) == query.size(3) && key.bytes.size(1) > 0 &&
+                     query.size(1) % key.bytes.size(1) == 0,
+                 kName,
+                 "expects keys of the query's width, and its heads a multiple of theirs; got ",
+                 query, " and ", key.bytes);
+}
+
+// Outputs and logarithms of sums without values.
+AttentionResult empty_result(const Tensor& query, int64_t Ev) {
+  const int64_t B = query.size(0), H = query.size(1), T = query.size(2);
+  return {raw::transpose(raw::empty({B, T, H, Ev}, query.dtype(), query.device()), 1, 2),
+          raw::empty({B, H, T}, compute_dtype(query.dtype()), query.device())};
+}
+
+}  // namespace
+
+AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const AttentionSpec& spec) {
+  if (query.device().is_cuda()) {
+    return on_cuda<kernels::attention>("scaled_dot_product_attention", query.device(), query, key,
+                                       value, spec);
+  }
+  const AttentionResult result = empty_result(query, value.size(3));
+  if (!query.is_meta() && result.log_sums.numel() > 0) {
+    run_forward(problem_of(query, key, value, result.output, result.log_sums, spec), spec);
+  }
   return result;
+}
+
+Tensor attention_of_bytes(const Tensor& query, const ByteVectors& key, const ByteVectors& value,
+                          const AttentionSpec& spec) {
+  check_bytes(query, key, value, spec);
+  const auto [output, log_sums] = empty_result(query, value.bytes.size(3));
+  if (log_sums.numel() == 0) return output;
+  AttentionProblem problem = problem_of(query, key.bytes, value.bytes, output, log_sums, spec);
+  problem.in_bytes = true;
+  problem.in_pairs = false;
+  problem.key_least = view_of(key.least), problem.key_step = view_of(key.step);
+  problem.value_least = view_of(value.least), problem.value_step = view_of(value.step);
+  run_forward(problem, spec);
+  return output;
 }
 
 void attention_backward(const Tensor& grad_output, const Tensor& query, const Tensor& key,

@@ -6,6 +6,7 @@
 #include <tessera/core/dtype.h>
 #include <tessera/core/isa.h>
 #include <tessera/core/kernels/attention/attention.h>
+#include <tessera/core/kernels/attention/attention_bytes.h>
 #include <tessera/core/random.h>
 
 namespace tessera::kernels {
@@ -38,12 +39,13 @@ struct AttentionProblem {
   DType mask_dtype;
   HeadView mask;  // (B, H, T, S)
   HeadView query, key, value, output;
-  void* log_sums;  // (B, H, T) f64 for f64, else f32
+  bool in_bytes;  // element e of keys and values is the vector's least + step * its byte
+  HeadView key_least, key_step, value_least, value_step;  // (B, Hk, S) f32, rows in one piece
+  void* log_sums;                                         // (B, H, T) f64 for f64, else f32
   HeadView grad_output, grad_query, grad_key, grad_value;
 };
 
 // Few queries: keys and values are read where they lie, and not packed.
-inline constexpr int64_t kFewQueries = 8;
 inline bool reads_in_place(const AttentionProblem& p) {
   return p.T <= kFewQueries && (p.key.column_stride == 1 || p.E == 1) &&
          (p.value.column_stride == 1 || p.Ev == 1);

@@ -379,10 +379,36 @@ typename P::Sum softmax_row(const AttentionProblem& p, const RowBuffers<P>& buff
   return sum == 0 ? A(0) : 1 / sum;
 }
 
+// The sum of x[i] * y[i], or of x[i] alone where y is null. Lanes in a fixed order.
+template <class A>
+A sum_of_products(const A* TS_RESTRICT x, const A* TS_RESTRICT y, int64_t count) {
+  constexpr int64_t kLanes = 16;
+  A lanes[kLanes] = {}, sum = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] += y == nullptr ? x[i + lane] : x[i + lane] * y[i + lane];
+    }
+  }
+  for (const A lane : lanes) sum += lane;
+  for (; i < count; ++i) sum += y == nullptr ? x[i] : x[i] * y[i];
+  return sum;
+}
+
+// Keys or values of a head that are bytes, with what a vector's byte 0 and a step are.
+struct ByteRows {
+  const float *least, *step;
+  ByteRows(const HeadView& leasts, const HeadView& steps, int64_t batch, int64_t head,
+           int64_t first)
+      : least(head_of<float>(leasts, batch, head) + first),
+        step(head_of<float>(steps, batch, head) + first) {}
+};
+
 template <class P, class T>
 void forward_rows(const AttentionProblem& p, int64_t batch, int64_t key_head, int64_t first,
                   void* scratch) {
   using A = typename P::Sum;
+  using Right = typename P::Right;
   const RowBuffers<P> buffers(p, scratch);
   const int64_t group = p.H / p.Hk, rest = group * p.T - first;
   const int64_t rows = rest < buffers.rows ? rest : buffers.rows;
@@ -399,14 +425,29 @@ void forward_rows(const AttentionProblem& p, int64_t batch, int64_t key_head, in
     }
   }
   dot_rows<P>(rows, keys, p.E, buffers.queries, buffers.query_stride,
-              head_of<T>(p.key, batch, key_head) + seen.begin * p.key.row_stride, p.key.row_stride,
-              buffers.scores, buffers.score_stride);
-  A factors[kRowsAtOnce];
+              head_of<Right>(p.key, batch, key_head) + seen.begin * p.key.row_stride,
+              p.key.row_stride, buffers.scores, buffers.score_stride);
+  constexpr bool kBytes = std::is_same_v<typename P::Right, uint8_t>;
+  A factors[kRowsAtOnce], bases[kRowsAtOnce] = {};
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t head = head_of_row(row), t = query_of_row(row);
     A* const scores = buffers.scores + row * buffers.score_stride;
+    if constexpr (kBytes) {
+      // q (least + step n) = least sum(q) + step (q n)
+      const ByteRows key(p.key_least, p.key_step, batch, key_head, seen.begin);
+      const A query_sum =
+          sum_of_products<A>(buffers.queries + row * buffers.query_stride, nullptr, p.E);
+      for (int64_t s = 0; s < keys; ++s) {
+        scores[s] = ::fmaf(key.step[s], scores[s], key.least[s] * query_sum);
+      }
+    }
     factors[row] =
         softmax_row(p, buffers, batch, head, t, seen, scores, log_sums_of<A>(p, batch, head) + t);
+    if constexpr (kBytes) {
+      const ByteRows value(p.value_least, p.value_step, batch, key_head, seen.begin);
+      bases[row] = sum_of_products<A>(scores, value.least, keys);
+      for (int64_t s = 0; s < keys; ++s) scores[s] *= value.step[s];
+    }
     if constexpr (RowBuffers<P>::kNarrow) {
       P::narrow(scores, round_up(keys, 32), buffers.probabilities + row * buffers.score_stride);
     }
@@ -416,9 +457,13 @@ void forward_rows(const AttentionProblem& p, int64_t batch, int64_t key_head, in
                      static_cast<size_t>(rows * buffers.output_stride) * sizeof(A));
   }
   spread_rows<P>(rows, p.Ev, keys, buffers.probabilities, buffers.score_stride,
-                 head_of<T>(p.value, batch, key_head) + seen.begin * p.value.row_stride,
+                 head_of<Right>(p.value, batch, key_head) + seen.begin * p.value.row_stride,
                  p.value.row_stride, buffers.outputs, buffers.output_stride);
   for (int64_t row = 0; row < rows; ++row) {
+    if constexpr (kBytes) {
+      A* const output = buffers.outputs + row * buffers.output_stride;
+      for (int64_t e = 0; e < p.Ev; ++e) output[e] += bases[row];
+    }
     store_rows(buffers.outputs + row * buffers.output_stride, 0, 1, p.Ev, factors[row],
                mutable_head_of<T>(p.output, batch, head_of_row(row)) +
                    query_of_row(row) * p.output.row_stride,
@@ -429,6 +474,17 @@ void forward_rows(const AttentionProblem& p, int64_t batch, int64_t key_head, in
 // Calls f<Products, T>() for the problem's dtype.
 template <class F>
 auto with_products(const AttentionProblem& p, F&& f) {
+  if (p.in_bytes) {
+    using Bytes = WideProducts<float, uint8_t>;
+    switch (p.dtype) {
+      case kF16:
+        return f.template operator()<Bytes, f16>();
+      case kBF16:
+        return f.template operator()<Bytes, bf16>();
+      default:
+        return f.template operator()<Bytes, float>();
+    }
+  }
 #if defined(TESSERA_DOT_KERNEL)
   if (p.in_pairs) return f.template operator()<PairProducts, bf16>();
 #endif

@@ -187,6 +187,14 @@ TS_HD __m512i load_16_as_f32(const f16* p) {
   return _mm512_castps_si512(
       _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
 }
+TS_HD __m512i load_16_as_f32(const uint8_t* p) {
+  return _mm512_castps_si512(_mm512_cvtepi32_ps(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+}
+TS_HD __m512i load_16_as_f32(const int8_t* p) {
+  return _mm512_castps_si512(_mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+}
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -198,6 +206,14 @@ TS_HD __m256 load_8_as_f32(const bf16* p) {
 TS_HD __m256 load_8_as_f32(const f16* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+TS_HD __m256 load_8_as_f32(const uint8_t* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+TS_HD __m256 load_8_as_f32(const int8_t* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 #endif
 
 #if defined(__aarch64__)
@@ -207,6 +223,17 @@ TS_HD float32x4_t load_4_as_f32(const bf16* p) {
 }
 TS_HD float32x4_t load_4_as_f32(const f16* p) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
+}
+TS_HD uint8x8_t load_4_bytes(const void* p) {
+  uint32_t four;
+  __builtin_memcpy(&four, p, sizeof(four));
+  return vcreate_u8(four);
+}
+TS_HD float32x4_t load_4_as_f32(const uint8_t* p) {
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(load_4_bytes(p)))));
+}
+TS_HD float32x4_t load_4_as_f32(const int8_t* p) {
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_4_bytes(p))))));
 }
 TS_HD void transpose_4x4(float32x4_t (&rows)[4]) {
   const float32x4x2_t top = vtrnq_f32(rows[0], rows[1]), bottom = vtrnq_f32(rows[2], rows[3]);

@@ -68,6 +68,9 @@ TS_HD Vec<C> load_wide(const T* x, int64_t count) {
   } else if constexpr (sizeof(T) == 2) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(part), _mm256_maskz_loadu_epi16(mask, x));
     return load_wide(part);
+  } else if constexpr (sizeof(T) == 1) {
+    _mm_store_si128(reinterpret_cast<__m128i*>(part), _mm_maskz_loadu_epi8(mask, x));
+    return load_wide(part);
   }
 #endif
   for (int64_t i = 0; i < count; ++i) part[i] = x[i];
