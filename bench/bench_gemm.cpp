@@ -10,6 +10,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/gemm/gemm.h>
+#include <tessera/core/kernels/gemm/int8_rows.h>
 
 namespace tessera::kernels {
 namespace {
@@ -75,6 +76,43 @@ void run(benchmark::State& state, const Case& shape) {
                           (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n));
 }
 
+// "int8/decode/": rows of T times a weight of one byte a number (int8_rows.h).
+template <class T>
+void run_int8(benchmark::State& state, int64_t m, int64_t n, int64_t k) {
+  const std::vector<T> x(static_cast<size_t>(m * k), store<T>(0.5f));
+  const std::vector<int8_t> weight(static_cast<size_t>(n * k), 3);
+  const std::vector<float> absmax(static_cast<size_t>(n), 2.0f);
+  std::vector<T> y(static_cast<size_t>(m * n));
+  for (auto _ : state) {
+    int8_rows({.m = m,
+               .n = n,
+               .k = k,
+               .dtype = dtype_of<T>,
+               .x = x.data(),
+               .x_row_stride = k,
+               .weight = weight.data(),
+               .weight_row_stride = k,
+               .absmax = absmax.data(),
+               .y = y.data(),
+               .y_row_stride = n});
+    benchmark::ClobberMemory();
+  }
+  state.SetBytesProcessed(state.iterations() * n * k);
+}
+
+void add_int8() {
+  for (const int64_t m : {1, 2, 4, 8}) {
+    for (const auto& [k, n] :
+         {std::pair<int64_t, int64_t>{384, 1536}, {4096, 4096}, {384, 50257}}) {
+      const std::string name =
+          "int8/decode/" + std::to_string(m) + "_" + std::to_string(n) + "_" + std::to_string(k);
+      benchmark::RegisterBenchmark(name.c_str(), [m, n = n, k = k](benchmark::State& state) {
+        run_int8<float>(state, m, n, k);
+      });
+    }
+  }
+}
+
 template <class T>
 void add(const std::string& name, const Case& shape) {
   benchmark::RegisterBenchmark(name.c_str(), [shape](benchmark::State& s) { run<T>(s, shape); })
@@ -105,6 +143,7 @@ int main(int argc, char** argv) {
   tessera::kernels::add_all<tessera::bf16>("bf16");
   tessera::kernels::add_all<tessera::f16>("f16");
   tessera::kernels::add_all<double>("f64");
+  tessera::kernels::add_int8();
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::RunSpecifiedBenchmarks();

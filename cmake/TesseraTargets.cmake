@@ -103,7 +103,8 @@ if(simd_sources)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # g++ 12 takes what an intrinsic without a mask ignores for an operand that is read.
     set_source_files_properties(core/kernels/attention/attention_simd.cpp
-      core/kernels/gemm/gemm_simd.cpp core/kernels/gemm/gemm_rows_simd.cpp core/kernels/recurrent/recurrent_simd.cpp
+      core/kernels/gemm/gemm_simd.cpp core/kernels/gemm/gemm_rows_simd.cpp
+      core/kernels/gemm/int8_rows_simd.cpp core/kernels/recurrent/recurrent_simd.cpp
       PROPERTIES COMPILE_OPTIONS -Wno-uninitialized)
   endif()
   foreach(level IN LISTS TESSERA_SIMD)
