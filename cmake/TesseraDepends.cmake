@@ -61,6 +61,13 @@ if(oneDNN_FOUND)
   tessera_require("OpenMP" OpenMP_CXX_FOUND "${OpenMP_CXX_VERSION}" "which oneDNN uses; comes with g++; for clang: apt install libomp-dev")
 endif()
 tessera_report("oneDNN" oneDNN_FOUND "${oneDNN_VERSION}" "optional; without it f32 products run on own kernels; apt install libdnnl-dev")
+# The module that calls it is loaded at run time, as neither static programs nor sanitizers can (RTLD_DEEPBIND).
+set(SentencePiece_FOUND OFF)
+if(NOT TESSERA_STATIC AND NOT TESSERA_SANITIZE)
+  find_package(SentencePiece QUIET)
+endif()
+tessera_report("SentencePiece" SentencePiece_FOUND "${SentencePiece_LIBRARY}"
+  "optional; without it tokenizer.model files are refused; apt install libsentencepiece-dev")
 set(MPI_CXX_FOUND OFF)
 if(TESSERA_WITH_MPI)
   set(MPI_CXX_SKIP_MPICXX ON)  # the C interface alone

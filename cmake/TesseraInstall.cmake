@@ -30,6 +30,9 @@ install(TARGETS ${tessera_installed} EXPORT tesseraTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+if(TARGET tessera_sentencepiece)
+  install(TARGETS tessera_sentencepiece LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
 if(tessera_programs)
   install(TARGETS ${tessera_programs} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()

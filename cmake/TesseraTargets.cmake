@@ -48,7 +48,7 @@ function(tessera_floor name)
   endforeach()
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/${name}
        ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.h)
-  list(FILTER headers EXCLUDE REGEX "^transport/(mpi|nccl)/|^models/config_reader|^io/bounded_json")  # private
+  list(FILTER headers EXCLUDE REGEX "^transport/(mpi|nccl)/|^models/config_reader|^io/bounded_json|^text/sentencepiece_module")  # private
   # Of the GPU backend only its interface is public, and what a dry device was asked for; the rest
   # needs CUDA's headers.
   list(FILTER headers EXCLUDE REGEX "^gpu/transfers|^cuda/(emulation/|[^dt]|device|dry/record)")
@@ -145,7 +145,19 @@ target_link_libraries(tessera_lora PRIVATE $<BUILD_INTERFACE:nlohmann_json::nloh
 tessera_library(models DEPENDS tessera_nn SOURCES ${model_sources})
 target_link_libraries(tessera_models PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(optim DEPENDS tessera_autograd)
-tessera_floor(data DEPENDS tessera_core)
+tessera_floor(data DEPENDS tessera_core WITHOUT text/sentencepiece_module.cpp)
+if(SentencePiece_FOUND)
+  # A module that is loaded when a file asks for it: its protobuf is another one than ours (data/text/sentencepiece_module.h).
+  add_library(tessera_sentencepiece MODULE data/text/sentencepiece_module.cpp)
+  set_target_properties(tessera_sentencepiece PROPERTIES PREFIX "lib" LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR})
+  target_include_directories(tessera_sentencepiece PRIVATE ${TESSERA_INCLUDE_DIR})
+  target_link_libraries(tessera_sentencepiece PRIVATE tessera_compile SentencePiece::SentencePiece)
+  add_dependencies(tessera_data tessera_sentencepiece)
+endif()
+include(GNUInstallDirs)
+set_source_files_properties(data/text/sentencepiece.cpp PROPERTIES COMPILE_DEFINITIONS
+  "TESSERA_WITH_SENTENCEPIECE=$<BOOL:${SentencePiece_FOUND}>;TESSERA_MODULE_DIRS=\"${PROJECT_BINARY_DIR}:${CMAKE_INSTALL_FULL_LIBDIR}\"")
+target_link_libraries(tessera_data PRIVATE ${CMAKE_DL_LIBS})
 target_link_libraries(tessera_data PRIVATE ICU::uc $<$<BOOL:${TESSERA_STATIC}>:ICU::data> ZLIB::ZLIB
   $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(precision DEPENDS tessera_nn)

@@ -23,7 +23,7 @@ done
 
 echo "==> Packages"
 scripts/install_packages.sh g++ cmake ninja-build libeigen3-dev nlohmann-json3-dev zlib1g-dev \
-  libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libdnnl-dev libxxhash-dev libpcre2-dev libcli11-dev gnuplot-nox
+  libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libdnnl-dev libxxhash-dev libpcre2-dev libsentencepiece-dev libcli11-dev gnuplot-nox
 
 echo "==> Build"
 cmake --preset quickstart

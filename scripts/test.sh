@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 preset=${1:-release}
 
 scripts/install_packages.sh g++ cmake ninja-build libeigen3-dev nlohmann-json3-dev zlib1g-dev \
-  libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libdnnl-dev libxxhash-dev libpcre2-dev libgtest-dev libbenchmark-dev libcli11-dev libopenmpi-dev openmpi-bin \
+  libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libdnnl-dev libxxhash-dev libpcre2-dev libsentencepiece-dev libgtest-dev libbenchmark-dev libcli11-dev libopenmpi-dev openmpi-bin \
   libboost-context-dev
 
 # Tests that need data sets skip, and say so, where there are none.

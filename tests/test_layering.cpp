@@ -295,6 +295,8 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"core/io/zip_reader.h", "inside of torch_file.h"},
     {"data/chat_template/", "inside of pretrained_tokenizer.h, which includes chat_template.h"},
     {"data/text/bpe_merges.h", "inside of tokenizers"},
+    {"data/text/sentencepiece.h", "files that an optional library reads"},
+    {"data/text/sentencepiece_module.h", "inside of sentencepiece.cpp"},
     {"data/text/byte_chars.h", "inside of tokenizers"},
     {"data/text/gpt2_pattern.h", "inside of tokenizers"},
     {"data/text/json_error.h", "inside of readers"},

@@ -16,6 +16,7 @@
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/isa.h>
 #include <tessera/core/plain_text.h>
+#include <tessera/data/text/sentencepiece.h>
 
 namespace tessera::cli {
 namespace {
@@ -137,6 +138,7 @@ int print_environment(const std::string& file, bool all_settings) {
   line("MPI", found_or(TESSERA_BUILT_WITH_MPI, "built without") +
                   (mpirun.empty() ? "; mpirun is not in PATH" : "; " + mpirun));
   line("NCCL", nccl());
+  line("SentencePiece", data::has_sentencepiece() ? "found" : "built without");
   line("CUDA", std::string(TESSERA_BUILT_WITH_CUDA).empty()
                    ? "built without"
                    : "built with " TESSERA_BUILT_WITH_CUDA);

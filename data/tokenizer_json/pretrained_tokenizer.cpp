@@ -353,7 +353,8 @@ PretrainedTokenizer PretrainedTokenizer::from_pretrained(const std::string& fold
                 std::filesystem::exists(path) ||
                     !std::filesystem::exists(std::filesystem::path(folder) / other),
                 kPretrained, "'", folder, "' has a SentencePiece model ('", other,
-                "') and no tokenizer.json, which alone is read; make one with transformers: "
+                "') and no tokenizer.json; read it with data::SentencePieceTokenizer, or make a "
+                "tokenizer.json with transformers: "
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder).");
   }
   PretrainedTokenizer tokenizer = from_file(path.string());

@@ -18,6 +18,7 @@ import muon_cases
 import op_cases
 import pipeline_cases
 import power_sgd_cases
+import sentencepiece_cases
 import tensor_parallel_cases
 import tokenizer_cases
 import torch_files
@@ -42,3 +43,4 @@ if __name__ == "__main__":
     torch_files.write_all()
     counterpart_cases.write_all()
     tokenizer_cases.write_all()
+    sentencepiece_cases.write_all()
