@@ -1,5 +1,5 @@
 // Every command of ours that a page shows is run as it stands: the blocks of a page in their order,
-// in a folder of their own that has the files of tests/docs/files, as a user with empty settings.
+// in a folder of their own that has the files of tests/docs/files and a tiny Llama, as a user with empty settings.
 // Empty lines are typed at questions. `<!-- not run: REASON -->` above a block leaves it out.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -86,6 +86,10 @@ TEST_P(Page, CommandsRunAsTheyStand) {
   fs::create_directories(folder / "bin");
   fs::copy(kRoot / "tests/docs/files", folder / "work", fs::copy_options::recursive);
   fs::rename(folder / "work/ssh", folder / "bin/ssh");
+  // A tiny Llama with its tokenizer, and data that it is fine-tuned on.
+  const fs::path tuned = kRoot / "tests/golden/finetune";
+  fs::copy(tuned, folder / "work/Llama-3.2-1B-Instruct", fs::copy_options::recursive);
+  fs::copy_file(tuned / "data.jsonl", folder / "work/train.jsonl");
   for (const auto& [program, path] : ours) {
     fs::create_symlink(path, folder / "bin" / program);
   }
