@@ -29,6 +29,7 @@
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/linalg.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/packed/linear.h>
 #include <tessera/autograd/recurrent.h>
 #include <tessera/autograd/weight_cache.h>
 
@@ -53,6 +54,7 @@
 #include <tessera/nn/norm.h>
 #include <tessera/nn/parametrizations.h>
 #include <tessera/nn/pooling.h>
+#include <tessera/nn/quantize/quantize.h>
 #include <tessera/nn/read_by.h>
 #include <tessera/nn/recurrent/packed_sequence.h>
 #include <tessera/nn/recurrent/recurrent.h>

@@ -31,5 +31,7 @@ bool fuses_products(const Tensor& x, const Tensor& other,
 // What `layer`, which is called with x, adds to its result (transformer/residual.h); undefined for
 // nothing.
 Tensor take_residual(const Linear& layer, const Tensor& x);
+// forward of a layer whose weight is packed (quantize/quantize.h).
+Tensor quantized_linear(const Linear& layer, const Tensor& x);
 
 }  // namespace tessera::nn

@@ -32,6 +32,7 @@ Tensor bias_of(const Linear& layer) {
 }
 
 Tensor Linear::forward(const Tensor& x) {
+  if (weight.defined() && !is_floating(weight.dtype())) return quantized_linear(*this, x);
   const Tensor added = bias_of(*this);
   if (const Tensor residual = take_residual(*this, x); residual.defined()) {
     count_call(*this, x);

@@ -809,15 +809,14 @@ LoadReport ModuleBase::fit_state_dict(const StateDict& state, const Take& take) 
   std::unordered_set<std::string> known;
   std::unordered_map<const TensorImpl*, NamedTensor> found;  // with what it is given last
   NamedTensors absent;
-  visit_state("", [&](const std::string& name, const Tensor& tensor, bool persistent, bool) {
+  visit_state("", [&](const std::string& name, const Tensor& tensor, bool persistent, bool weight) {
     if (!persistent || !tensor.defined()) return;
     known.insert(name);
     const Tensor* source = state.find(name);
-    if (source == nullptr) {
-      absent.push_back({name, tensor});
-      return;
-    }
-    const Tensor part = fitting_part(tensor, *source);
+    if (source == nullptr) return absent.push_back({name, tensor});
+    // Bytes of a packed weight are no numbers that others could be converted to.
+    const bool would_pack = weight && !is_floating(tensor.dtype()) && is_floating(source->dtype());
+    const Tensor part = would_pack ? Tensor() : fitting_part(tensor, *source);
     const auto [other, is_first] = found.try_emplace(tensor.impl(), NamedTensor{name, *source});
     if (part.defined()) {
       if (!is_first && other->second.tensor.shape() == source->shape()) {

@@ -16,6 +16,7 @@
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/tensor/unreadable_storage.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/quantize/quantize.h>
 
 namespace tessera::precision {
 namespace {
@@ -298,6 +299,7 @@ Fp8Layers::Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe) {
   for (const auto& [name, linear] : linears) {
     const int64_t in = linear->in_features, out = linear->out_features;
     std::string reason;
+    if (nn::is_quantized(*linear)) reason = "its weight is quantized";
     for (const std::string& end : recipe.exclude) {
       if (ends_with_name(name, end)) reason = "excluded by name: " + end;
     }

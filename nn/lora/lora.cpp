@@ -18,6 +18,7 @@
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/lora/lora_adapter.h>
+#include <tessera/nn/quantize/quantize.h>
 
 namespace tessera::nn {
 
@@ -153,6 +154,9 @@ LowRankPair make_pair_for(const ModuleBase& base, int64_t rank) {
 
 // Shapes of A and B for a weight.
 std::pair<Shape, Shape> pair_shapes(const LoraTarget& target) {
+  if (const auto* layer = dynamic_cast<const Linear*>(target.module)) {  // its weight may be packed
+    return {{target.rank, layer->in_features}, {layer->out_features, target.rank}};
+  }
   const Shape weight = target.module->get_parameter("weight").shape();
   if (dynamic_cast<const Embedding*>(target.module) != nullptr) {
     return {{weight[0], target.rank}, {weight[1], target.rank}};
@@ -228,6 +232,8 @@ void LoraAdapter::install(const LoraTarget& target, std::shared_ptr<const LoraOp
   if (const std::vector<LoraAdapter*> others = all_of(module); !others.empty()) {
     others.back()->next_ = std::move(adapter);
   } else {
+    // There is one extension: the adapter's does what that of a quantized layer did.
+    if (is_quantized(module)) module.set_extension(nullptr);
     module.set_extension(std::move(adapter));
   }
 }
@@ -314,12 +320,14 @@ void LoraAdapter::remove(LoraAdapter* adapter) {
     return;
   }
   module.set_extension(nullptr);
+  if (!next && is_quantized(module)) module.set_extension(quantized_extension(module));
   if (next) module.set_extension(std::move(next));
 }
 
 void LoraAdapter::extend(ModuleBase& copy) const {
   const ParameterDefaultsGuard values_come(
       {.dtype = ParameterDefaultsGuard::current().dtype, .initialise = false});
+  if (is_quantized(module_) && !is_quantized(copy)) extend_quantized(module_, copy);
   install({.name = {}, .module = &copy, .rank = rank_, .alpha = alpha_}, options_);
   LoraAdapter& other = *of(copy, options_->adapter);
   other.enabled_ = enabled_;
@@ -578,7 +586,8 @@ std::vector<LoraTarget> lora_targets(ModuleBase& model, const LoraOptions& optio
       continue;
     }
     TS_CHECK_AS(ConfigError,
-                named.module->extension() == nullptr || !LoraAdapter::all_of(*named.module).empty(),
+                named.module->extension() == nullptr || is_quantized(*named.module) ||
+                    !LoraAdapter::all_of(*named.module).empty(),
                 "add_lora", "'", named.name, "' has an extension of another kind");
     targets.push_back({named.name, named.module, ranks.of(named.name, options.rank),
                        alphas.of(named.name, options.alpha)});
@@ -668,13 +677,17 @@ LoraSummary install_lora(ModuleBase& model, const std::vector<LoraTarget>& targe
     return lora_summary(model);
   }
   const std::vector<LoraEntry> entries = lora_entries(model, targets, options);
-  model.requires_grad_(false);
   std::unordered_set<std::string> trained;
   for (const LoraEntry& entry : entries) trained.insert(entry.name);
   for (const ParameterPlace& place : model.parameter_places()) {
-    if (trained.contains(place.name) && is_floating(place.tensor->dtype())) {
-      place.tensor->set_requires_grad(true);
-    }
+    TS_CHECK_AS(ConfigError, !trained.contains(place.name) || is_floating(place.tensor->dtype()),
+                "add_lora", "'", place.name, "' is to be trained in full and is ", *place.tensor,
+                ", quantized, which has no gradient; leave it out of quantize() or of "
+                "modules_to_save");
+  }
+  model.requires_grad_(false);
+  for (const ParameterPlace& place : model.parameter_places()) {
+    if (trained.contains(place.name)) place.tensor->set_requires_grad(true);
   }
   for (const Tensor& tensor : model.parameters()) {
     if (tensor.requires_grad() || !is_floating(tensor.dtype())) continue;
@@ -762,9 +775,21 @@ std::vector<detail::NamedLora> adapters_in_state(ModuleBase& model, bool merged,
 
 }  // namespace
 
+namespace {
+
+// The sum would have to be packed again, which rounds it as coarsely as the base.
+void refuse_quantized(const detail::NamedLora& named, const char* where) {
+  TS_CHECK_AS(UnsupportedError, !is_quantized(*named.module), where, "the weight of '", named.name,
+              "' is quantized and cannot take an adapter in; save_lora() writes the adapter, and a "
+              "base in floating numbers that loads it can be merged");
+}
+
+}  // namespace
+
 void merge_lora(ModuleBase& model) {
   const auto adapters = adapters_in_state(model, false, "merge_lora");
   for (const auto& named : adapters) {
+    refuse_quantized(named, "merge_lora");
     const LoraOptions& options = named.adapter->options();
     for (const std::string& name :
          {std::string("weight"), under(detail::lora_part(options, "lora_A"), "weight"),
@@ -801,6 +826,7 @@ std::vector<std::string> lora_part_names(ModuleBase& model) {
 std::vector<LoraMerge> lora_merges(ModuleBase& model) {
   std::vector<LoraMerge> merges;
   for (const auto& named : adapters_in_state(model, false, "lora_merges")) {
+    refuse_quantized(named, "lora_merges");
     const auto part = [&](const char* name) {
       const std::string module = detail::lora_part(named.adapter->options(), name);
       return under(under(named.name, module), "weight");

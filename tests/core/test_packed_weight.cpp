@@ -191,11 +191,11 @@ TEST(PackedWeight, ProductsAndTheirGradientsReadTiles) {
                      std::string(name_of(dtype)));
         const Tensor read = kernels::unpack(packed, dtype).to(kF64);
         const Tensor x = random({c.rows, c.in}, dtype), bias = random({c.out}, dtype);
-        expect_product(kernels::packed_linear(x, packed, bias),
+        expect_product(kernels::packed_product(x, packed, bias),
                        linear(x.to(kF64), read, bias.to(kF64)),
                        linear(abs(x.to(kF64)), abs(read), abs(bias.to(kF64))), dtype, c.in);
         const Tensor dy = random({c.rows, c.out}, dtype);
-        expect_product(kernels::packed_linear_gradient(dy, packed), matmul(dy.to(kF64), read),
+        expect_product(kernels::packed_product_gradient(dy, packed), matmul(dy.to(kF64), read),
                        matmul(abs(dy.to(kF64)), abs(read)), dtype, c.out);
       }
     }
@@ -207,11 +207,11 @@ TEST(PackedWeight, BitsOfProductsDoNotDependOnTheNumberOfThreads) {
   const Tensor x = random({9, 900}), dy = random({9, 700});
   const int before = num_threads();
   set_num_threads(1);
-  const Tensor y = kernels::packed_linear(x, packed, {});
-  const Tensor grad = kernels::packed_linear_gradient(dy, packed);
+  const Tensor y = kernels::packed_product(x, packed, {});
+  const Tensor grad = kernels::packed_product_gradient(dy, packed);
   set_num_threads(3);
-  EXPECT_TRUE(same_bits(kernels::packed_linear(x, packed, {}), y));
-  EXPECT_TRUE(same_bits(kernels::packed_linear_gradient(dy, packed), grad));
+  EXPECT_TRUE(same_bits(kernels::packed_product(x, packed, {}), y));
+  EXPECT_TRUE(same_bits(kernels::packed_product_gradient(dy, packed), grad));
   set_num_threads(before);
 }
 
@@ -222,8 +222,8 @@ TEST(PackedWeight, TheWholeWeightIsNeverInMemory) {
   const std::shared_ptr<MemoryStats> stats = memory_stats();
   stats->reset_peak();
   const int64_t before = stats->current();
-  kernels::packed_linear(x, packed, {});
-  kernels::packed_linear_gradient(x, packed);
+  kernels::packed_product(x, packed, {});
+  kernels::packed_product_gradient(x, packed);
   const int64_t rise = stats->peak() - before;
   EXPECT_LT(rise, size * size / 2);  // less than the bytes of the packed weight itself
 }
@@ -238,11 +238,11 @@ TEST(PackedWeight, WhatCannotBePackedIsATypedError) {
   EXPECT_THROW(pack(weight.to(kF64), {}), DTypeError);
   EXPECT_THROW(pack(random({64}), {}), ShapeError);
   const PackedWeight packed = pack(weight, {});
-  EXPECT_THROW(kernels::packed_linear(random({2, 63}), packed, {}), ShapeError);
-  EXPECT_THROW(kernels::packed_linear(random({2, 64}), packed, random({5})), ShapeError);
-  EXPECT_THROW(kernels::packed_linear(random({2, 64}), packed, random({4}, kBF16)), DTypeError);
-  EXPECT_THROW(kernels::packed_linear(random({2, 64}).to(kF64), packed, {}), DTypeError);
-  EXPECT_THROW(kernels::packed_linear_gradient(random({2, 5}), packed), ShapeError);
+  EXPECT_THROW(kernels::packed_product(random({2, 63}), packed, {}), ShapeError);
+  EXPECT_THROW(kernels::packed_product(random({2, 64}), packed, random({5})), ShapeError);
+  EXPECT_THROW(kernels::packed_product(random({2, 64}), packed, random({4}, kBF16)), DTypeError);
+  EXPECT_THROW(kernels::packed_product(random({2, 64}).to(kF64), packed, {}), DTypeError);
+  EXPECT_THROW(kernels::packed_product_gradient(random({2, 5}), packed), ShapeError);
   PackedWeight other = packed;
   other.block_size = 128;  // of a folder with other blocks
   EXPECT_THROW(kernels::unpack(other, kF32), ShapeError);

@@ -25,7 +25,7 @@ namespace {
 
 constexpr const char* kPack = "pack";
 constexpr const char* kUnpack = "unpack";
-constexpr const char* kPackedLinear = "packed_linear";
+constexpr const char* kPackedProduct = "packed_product";
 constexpr int64_t kNestedBlock = 256;
 constexpr int64_t kPerThread = 32768;  // numbers at least, as in elementwise kernels
 // Unpacked at once by a thread: half of a core's L2, so that the product finds it there.
@@ -407,17 +407,17 @@ Tensor unpack(const PackedWeight& weight, DType dtype) {
   return result;
 }
 
-Tensor packed_linear(const Tensor& x, const PackedWeight& weight, const Tensor& bias) {
+Tensor packed_product(const Tensor& x, const PackedWeight& weight, const Tensor& bias) {
   const int64_t N = weight.out_features, K = weight.in_features;
-  const Rows rows = rows_of(kPackedLinear, x, K);
-  TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == N), kPackedLinear,
+  const Rows rows = rows_of(kPackedProduct, x, K);
+  TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == N), kPackedProduct,
                  "expects a bias of [", N, "]; got ", bias);
-  TS_CHECK_DTYPE(!bias.defined() || bias.dtype() == x.dtype(), kPackedLinear,
+  TS_CHECK_DTYPE(!bias.defined() || bias.dtype() == x.dtype(), kPackedProduct,
                  "expects x and bias of one dtype; got ", x, " and ", bias);
   const DType dtype = x.dtype();
   const int64_t each = size_of(dtype);
   if (x.is_meta() || weight.values.is_meta()) return raw::empty(with_last(x, N), dtype, kMeta);
-  const PackedView view(kPackedLinear, weight);
+  const PackedView view(kPackedProduct, weight);
   const Tensor result = raw::empty(with_last(x, N), dtype);
   if (result.numel() == 0) return result;
   const Tensor added = bias.defined() ? contiguous(bias) : Tensor();
@@ -446,13 +446,13 @@ Tensor packed_linear(const Tensor& x, const PackedWeight& weight, const Tensor& 
   return result;
 }
 
-Tensor packed_linear_gradient(const Tensor& dy, const PackedWeight& weight) {
+Tensor packed_product_gradient(const Tensor& dy, const PackedWeight& weight) {
   const int64_t N = weight.out_features, K = weight.in_features;
-  const Rows rows = rows_of(kPackedLinear, dy, N);
+  const Rows rows = rows_of(kPackedProduct, dy, N);
   const DType dtype = dy.dtype();
   const int64_t each = size_of(dtype);
   if (dy.is_meta() || weight.values.is_meta()) return raw::empty(with_last(dy, K), dtype, kMeta);
-  const PackedView view(kPackedLinear, weight);
+  const PackedView view(kPackedProduct, weight);
   // Sums over many rows of the weight go on in f32.
   const int64_t deep = std::min(N, kSumRows), parts = pieces_of(N, std::max<int64_t>(deep, 1));
   const DType sum_dtype = parts > 1 ? kF32 : dtype;
