@@ -258,5 +258,62 @@ TEST(Quantize, Fp8LeavesAQuantizedLayerOutAndSaysSo) {
   }
 }
 
+// ---- QLoRA beside peft and bitsandbytes, of golden/qlora_cases.py -------------------------------
+
+std::vector<double> losses_of(const std::string& format, bool low, bool recompute = false) {
+  const nlohmann::json golden = tests::golden_json("qlora.json");
+  auto model = models::Llama::from_pretrained(tests::golden_path("qlora"));
+  model->to(kF32);
+  QuantizeOptions options{.double_quantize = format.ends_with("_double")};
+  if (format == "int8") options.format = QuantizeFormat::kInt8;
+  if (format == "fp4") options.format = QuantizeFormat::kFp4;
+  if (format != "none") {
+    EXPECT_EQ(quantize(*model, options).quantized.size(), 14u);  // all but lm_head
+  }
+  load_lora(*model, tests::golden_path("qlora/adapter"), {.trainable = true});
+  if (recompute) model->model.layers.child(0).checkpoint_calls();
+  model->train();
+  optim::AdamW optimizer(trainable_parameters(*model), {.lr = golden["lr"].get<double>()});
+  std::vector<double> losses;
+  for (const auto& batch : golden["tokens"]) {
+    std::vector<int64_t> inputs, targets;
+    for (const auto& row : batch) {
+      const auto all = row.get<std::vector<int64_t>>();
+      inputs.insert(inputs.end(), all.begin(), all.end() - 1);
+      targets.insert(targets.end(), all.begin() + 1, all.end());
+    }
+    const Shape shape{8, 32};
+    const AutocastGuard autocast(kBF16, low);
+    const Tensor loss = (*model)(tensor(inputs, shape), tensor(targets, shape)).loss;
+    losses.push_back(loss.item());
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  return losses;
+}
+
+class Qlora : public testing::TestWithParam<const char*> {};
+
+TEST_P(Qlora, LossesAreThoseOfPeftAndBitsandbytes) {
+  for (const bool low : {false, true}) {
+    if (std::string(GetParam()) == "none" && low) continue;
+    const std::string name = std::string(GetParam()) + (low ? ".bf16" : ".f32");
+    const auto expected =
+        tests::golden_json("qlora.json")["losses"][name].get<std::vector<double>>();
+    const std::vector<double> losses = losses_of(GetParam(), low);
+    ASSERT_EQ(losses.size(), expected.size());
+    for (size_t i = 0; i < losses.size(); ++i) {
+      EXPECT_NEAR(losses[i], expected[i], 1e-3) << name << ", step " << i;
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Formats, Qlora,
+                         testing::Values("none", "int8", "nf4", "nf4_double", "fp4"));
+
+TEST(QloraTraining, RecomputedBlocksHaveTheSameLosses) {
+  EXPECT_EQ(losses_of("nf4_double", true, true), losses_of("nf4_double", true));
+}
+
 }  // namespace
 }  // namespace tessera::nn::test_quantize
