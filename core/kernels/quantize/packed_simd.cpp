@@ -49,16 +49,18 @@ TS_HD void for_written(T* y, int64_t n, F&& f) {
 TS_HD void look_up(const uint8_t* bytes, int64_t n, const float* numbers, float scale, float* y) {
   int64_t i = 0;
 #if defined(__AVX512F__)
+  // g++ 12 takes what an intrinsic without a mask ignores for an operand that is read.
+  constexpr __mmask16 all = 0xffff;
   const __m512 table = _mm512_mul_ps(_mm512_loadu_ps(numbers), _mm512_set1_ps(scale));
   const __m128i low = _mm_set1_epi8(15);
   for (; i + 32 <= n; i += 32) {
     const __m128i pair = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i / 2));
     const __m128i upper = _mm_and_si128(_mm_srli_epi16(pair, 4), low);
     const __m128i lower = _mm_and_si128(pair, low);
-    const __m512i first = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(upper, lower));
-    const __m512i second = _mm512_cvtepu8_epi32(_mm_unpackhi_epi8(upper, lower));
-    _mm512_storeu_ps(y + i, _mm512_permutexvar_ps(first, table));
-    _mm512_storeu_ps(y + i + 16, _mm512_permutexvar_ps(second, table));
+    const __m512i first = _mm512_maskz_cvtepu8_epi32(all, _mm_unpacklo_epi8(upper, lower));
+    const __m512i second = _mm512_maskz_cvtepu8_epi32(all, _mm_unpackhi_epi8(upper, lower));
+    _mm512_storeu_ps(y + i, _mm512_maskz_permutexvar_ps(all, first, table));
+    _mm512_storeu_ps(y + i + 16, _mm512_maskz_permutexvar_ps(all, second, table));
   }
 #elif defined(__AVX2__)
   const __m256 factor = _mm256_set1_ps(scale);
