@@ -76,7 +76,8 @@ std::span<const float> codes_of(PackedFormat format);
 
 // x W^T + bias. x: [..., in], f32, bf16 or f16; bias: [out] of x's dtype or undefined; result
 // [..., out] of x's dtype. W is unpacked to x's dtype in tiles, one for each thread at a time: the
-// whole of it is never in memory. Products are those of gemm.h on the tiles.
+// whole of it is never in memory. Products are those of gemm.h on the tiles; up to 16 rows read
+// kInt8 as it lies (gemm/int8_rows.h).
 Tensor packed_product(const Tensor& x, const PackedWeight& weight, const Tensor& bias);
 // Its gradient of x: dy W. dy: [..., out]; result [..., in]. Sums are f32 and rounded once.
 Tensor packed_product_gradient(const Tensor& dy, const PackedWeight& weight);

@@ -16,6 +16,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/quantize_rows.h>
 #include <tessera/core/kernels/gemm/gemm.h>
+#include <tessera/core/kernels/gemm/int8_rows.h>
 #include <tessera/core/kernels/quantize/packed_rows.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/tensor/raw_views.h>
@@ -421,6 +422,21 @@ Tensor packed_product(const Tensor& x, const PackedWeight& weight, const Tensor&
   const Tensor result = raw::empty(with_last(x, N), dtype);
   if (result.numel() == 0) return result;
   const Tensor added = bias.defined() ? contiguous(bias) : Tensor();
+  if (weight.format == PackedFormat::kInt8 && rows.count <= kMostInt8Rows) {
+    int8_rows({.m = rows.count,
+               .n = N,
+               .k = K,
+               .dtype = dtype,
+               .x = rows.matrix.data(),
+               .x_row_stride = K,
+               .weight = reinterpret_cast<const int8_t*>(weight.values.data_as<uint8_t>()),
+               .weight_row_stride = K,
+               .absmax = weight.absmax.data_as<float>(),
+               .bias = added.defined() ? added.data() : nullptr,
+               .y = result.data(),
+               .y_row_stride = N});
+    return result;
+  }
   const int64_t tile = tile_of(K * each, N), tiles = pieces_of(N, tile);
   Scratch scratch(tiles, tile * K * each);
   parallel_for(tiles, 1, [&](int64_t begin, int64_t end) {
@@ -482,7 +498,7 @@ Tensor packed_product_gradient(const Tensor& dy, const PackedWeight& weight) {
       }
     }
   });
-  return sums.dtype() == dtype ? sums : sums.to(dtype);
+  return sums.dtype() == dtype ? sums : convert(sums, dtype);
 }
 
 }  // namespace tessera::kernels
