@@ -1,7 +1,6 @@
 // SentencePiece's own files (tokenizer.model, spiece.model): BPE, unigram, words and characters.
-//
-//     auto tokenizer = SentencePieceTokenizer::from_file("Llama-2-7b/tokenizer.model");
-//     std::vector<TokenId> ids = tokenizer.encode("Hello world");
+// SentencePieceTokenizer::from_file(path) reads one, and its encode(text) gives ids. (tessera.h leaves this header
+// out.)
 //
 // Google's library (https://github.com/google/sentencepiece) reads and encodes, so ids and texts are those
 // of its Python package. It is optional: has_sentencepiece() says whether this build has it. Ids of the text
