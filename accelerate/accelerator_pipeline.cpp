@@ -2,7 +2,6 @@
 // when its last backward has ended.
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <span>
 #include <sstream>
 #include <unordered_set>
@@ -167,7 +166,11 @@ struct Pipeline::Impl {
                      const std::vector<double>& weights);
   distributed::StagedModel::Call numbered(distributed::StagedModel& staged, int count,
                                           const OfBatch& call, bool trains);
-  void give_back(ModelRecord& record, const TensorList& before);
+  // A gradient that a step adds to, and its values, unless they are set apart (`kept`).
+  struct Before {
+    Tensor gradient, values;
+  };
+  void give_back(ModelRecord& record, const std::vector<Before>& before);
   void reduce(distributed::StagedModel& staged, TensorList& losses, std::span<const double> weights,
               double& weight);
 };
@@ -357,11 +360,17 @@ void Pipeline::Impl::reduce(distributed::StagedModel& staged, TensorList& losses
 }
 
 // After a step that failed: the gradients before it, and the next one begins a window.
-void Pipeline::Impl::give_back(ModelRecord& record, const TensorList& before) {
+void Pipeline::Impl::give_back(ModelRecord& record, const std::vector<Before>& before) {
   const NoGradGuard no_grad;
   for (size_t i = 0; i < before.size(); ++i) {
-    record.parameters[i].tensor.set_grad(before[i]);
-    if (before[i].defined() && !record.kept.empty()) zero_(raw::alias(before[i]));
+    const Tensor& gradient = before[i].gradient;
+    record.parameters[i].tensor.set_grad(gradient);
+    if (!gradient.defined()) continue;
+    if (before[i].values.defined()) {
+      copy_(raw::alias(gradient), before[i].values);
+    } else {
+      zero_(raw::alias(gradient));
+    }
   }
   record.kept.add();
   record.kept.clear();
@@ -379,7 +388,10 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
     weights.push_back(state->weigh(alike ? std::nullopt : std::optional(weight)));
   }
   if (!own_stages) {
-    state->check_one_batch(std::accumulate(weights.begin(), weights.end(), 0.0));
+    // One number for all of them, in their order.
+    double of_all = 0;
+    for (const double weight : weights) of_all = weight + 1.0625 * of_all;
+    state->check_one_batch(of_all);
   }
   const std::shared_ptr<ModelRecord> list[] = {held};
   for (int i = 0; i < count; ++i) {
@@ -432,8 +444,12 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
       throw;
     }
   };
-  TensorList before;
-  for (const NamedTensor& named : record.parameters) before.push_back(named.tensor.grad());
+  std::vector<Before> before;
+  for (const NamedTensor& named : record.parameters) {
+    const Tensor gradient = named.tensor.grad();
+    const bool copies = gradient.defined() && record.kept.empty();
+    before.push_back({gradient, copies ? clone(raw::alias(gradient)) : Tensor()});
+  }
   double weight = record.window.weight();
   std::optional<distributed::StagedModel::Step> step;
   try {

@@ -210,6 +210,8 @@ void PipelineExecutor::backward(const Action& action) {
       from.gradients = taken(arriving_[1], key);
     } else if (live.loss.requires_grad()) {
       const Tensor seed = stage.seed(action.micro, live.loss);
+      TS_CHECK_SHAPE(!seed.defined() || seed.shape() == live.loss.shape(), kPipeline,
+                     "the seed of a loss has its shape; got ", seed, " for ", live.loss);
       from.ones = !seed.defined();
       from.roots = {gradient_edge(live.loss)};
       from.gradients = {from.ones

@@ -623,12 +623,19 @@ void StagedModel::share_buffers() {
 
 void StagedModel::follow_buffers(Group& ranks) {
   const NoGradGuard no_grad;
+  TensorList own;
   NamedTensors values;
   for (const Impl::Place& place : impl_->places) {
     if (!place.is_buffer || place.stage != impl_->shown) continue;
-    values.push_back({std::to_string(values.size()), raw::alias(*place.place)});
+    own.push_back(raw::alias(*place.place));
+    values.push_back({std::to_string(values.size()), clone(own.back())});
   }
-  if (!values.empty()) broadcast_tensors(values, ranks, 0, "buffers");
+  if (values.empty()) return;
+  broadcast_tensors(values, ranks, 0, "buffers");
+  // Backwards of earlier micro-batches are still to come: what they saved is not written without need.
+  for (size_t i = 0; i < own.size(); ++i) {
+    if (any(ne(own[i], values[i].tensor)).item() != 0) copy_(own[i], values[i].tensor);
+  }
 }
 
 }  // namespace tessera::distributed
