@@ -814,8 +814,8 @@ LoadReport ModuleBase::fit_state_dict(const StateDict& state, const Take& take) 
     known.insert(name);
     const Tensor* source = state.find(name);
     if (source == nullptr) return absent.push_back({name, tensor});
-    // Bytes of a packed weight are no numbers that others could be converted to.
-    const bool would_pack = weight && !is_floating(tensor.dtype()) && is_floating(source->dtype());
+    // Bytes of a packed weight are no numbers, to be converted to others or from them.
+    const bool would_pack = weight && is_floating(tensor.dtype()) != is_floating(source->dtype());
     const Tensor part = would_pack ? Tensor() : fitting_part(tensor, *source);
     const auto [other, is_first] = found.try_emplace(tensor.impl(), NamedTensor{name, *source});
     if (part.defined()) {

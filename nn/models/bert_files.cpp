@@ -9,6 +9,7 @@
 #include <tessera/nn/models/config_limits.h>
 #include <tessera/nn/models/config_reader.h>
 #include <tessera/nn/models/made_to_load.h>
+#include <tessera/nn/quantize/quantize.h>
 
 namespace tessera::nn::models {
 namespace {
@@ -185,6 +186,7 @@ std::unique_ptr<Bert> Bert::from_pretrained(const std::string& folder,
 }
 
 void Bert::save_pretrained(const std::string& folder) const {
+  refuse_quantized_layers(*this, "save_pretrained");
   save_pretrained(state_dict(), folder);
 }
 

@@ -1,4 +1,5 @@
 #include <tessera/nn/models/gguf.h>
+#include <tessera/nn/quantize/quantize.h>
 
 #include <algorithm>
 #include <cmath>
@@ -293,6 +294,7 @@ void write_tensor(AtomicFile& file, const Entry& entry) {
 void save_gguf(const Llama& model, const std::string& path, const GgufOptions& options) {
   const NoGradGuard no_grad;
   refuse_what_has_no_field(model.config);
+  refuse_quantized_layers(model, "save_gguf");
   const std::vector<Entry> entries = entries_of(model, options.type);
   const Metadata metadata = metadata_of(model.config, options.type);
   Bytes head;

@@ -12,6 +12,7 @@
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/models/made_to_load.h>
 #include <tessera/nn/models/tied_head.h>
+#include <tessera/nn/quantize/quantize.h>
 
 namespace tessera::nn::models {
 namespace {
@@ -172,6 +173,7 @@ std::unique_ptr<Gpt> Gpt::from_pretrained(const std::string& folder,
 
 void Gpt::save_pretrained(const std::string& folder,
                           const std::map<std::string, std::string>& metadata) const {
+  refuse_quantized_layers(*this, "save_pretrained");
   save_pretrained(state_dict(), folder, metadata);
 }
 

@@ -84,12 +84,12 @@ Tensor KvCache::attend(size_t layer, const Tensor& query, const Tensor& keys, co
                        const AttentionOptions& options) {
   // What the kernel of bytes does not know goes the way of all dtypes: gradients of the query, parts
   // of tensors, f64, and bounds.
-  const bool by_bytes = dtype_ == kU8 && device_.is_cpu() && query.device().is_cpu() &&
-                        query.dim() == 4 && query.size(2) <= kernels::kFewQueries &&
-                        query.dtype() != kF64 && !(grad_enabled() && query.requires_grad()) &&
-                        query.impl()->marks == 0 && options.dropout == 0 &&
-                        !options.lengths.defined() && !options.starts.defined() &&
-                        !options.ends.defined();
+  const bool by_bytes =
+      dtype_ == kU8 && device_.is_cpu() && query.device().is_cpu() && query.dim() == 4 &&
+      query.size(2) <= kernels::kFewQueries && query.dtype() != kF64 &&
+      !(grad_enabled() && query.requires_grad()) && query.impl()->marks == 0 &&
+      options.dropout == 0 && (options.enable_gqa || query.size(1) == keys.size(1)) &&
+      !options.lengths.defined() && !options.starts.defined() && !options.ends.defined();
   if (!by_bytes) {
     const Held held = append(layer, keys, values);
     return scaled_dot_product_attention(query, held.keys, held.values, options);

@@ -9,6 +9,7 @@
 #include <tessera/nn/models/llama.h>
 #include <tessera/nn/models/made_to_load.h>
 #include <tessera/nn/models/tied_head.h>
+#include <tessera/nn/quantize/quantize.h>
 
 namespace tessera::nn::models {
 
@@ -103,6 +104,7 @@ std::unique_ptr<Llama> Llama::from_pretrained(const std::string& folder,
 }
 
 void Llama::save_pretrained(const std::string& folder, const std::string& max_shard_size) const {
+  refuse_quantized_layers(*this, "save_pretrained");
   const StateDict weights = state_dict();
   save_weights(weights, folder, {.max_shard_size = max_shard_size});
   LlamaConfig written = config;

@@ -1,6 +1,7 @@
 #include <tessera/nn/quantize/quantize.h>
 
 #include <algorithm>
+#include <functional>
 #include <string_view>
 #include <utility>
 
@@ -25,10 +26,15 @@ kernels::PackedWeight without_tensors(kernels::PackedWeight packed) {
   return packed;
 }
 
+Tensor layout_of(const kernels::PackedWeight& form) {
+  return tensor(std::vector<int64_t>{form.out_features, form.in_features, form.block_size}, kI64);
+}
+
 // The scales of a quantized layer's weight, a child of the layer.
 struct QuantState : Module<QuantState> {
   explicit QuantState(const kernels::PackedWeight& packed)
       : form(without_tensors(packed)),
+        layout(buffer(kernels::name_of(form.format), layout_of(form))),
         absmax(buffer("absmax", packed.absmax)),
         nested_absmax(buffer("nested_absmax", packed.nested_absmax)),
         nested_offset(buffer("nested_offset", packed.nested_offset)) {}
@@ -40,6 +46,14 @@ struct QuantState : Module<QuantState> {
                             nested_absmax.defined());
   }
   kernels::PackedWeight weight(const Tensor& values) const {
+    if (layout.device().is_cpu()) {
+      const auto* const loaded = layout.data_as<int64_t>();
+      TS_CHECK(loaded[0] == form.out_features && loaded[1] == form.in_features &&
+                   loaded[2] == form.block_size,
+               kQuantize, "a state of a weight [", loaded[0], ", ", loaded[1], "] in blocks of ",
+               loaded[2], " was loaded into one [", form.out_features, ", ", form.in_features,
+               "] in blocks of ", form.block_size, "; load a state of this model");
+    }
     kernels::PackedWeight packed = form;
     packed.values = values;
     packed.absmax = absmax;
@@ -49,6 +63,8 @@ struct QuantState : Module<QuantState> {
   }
 
   const kernels::PackedWeight form;
+  // i64 [out, in, block size], under the name of the format: bytes alone do not say what they are.
+  const Tensor& layout;
   const Tensor& absmax;
   const Tensor& nested_absmax;  // undefined without double quantization
   const Tensor& nested_offset;
@@ -153,6 +169,16 @@ void check_target(const Target& target) {
 }
 
 }  // namespace
+
+void refuse_quantized_layers(const ModuleBase& model, const char* what) {
+  const std::function<void(const ModuleBase&)> look = [&](const ModuleBase& module) {
+    TS_CHECK_AS(UnsupportedError, !is_quantized(module), what, "'", module.dotted_name(),
+                "' is quantized, and files of this kind have no bytes of such weights; use "
+                "save_safetensors(path, model.state_dict().to_map())");
+    for (size_t i = 0; i < module.num_children(); ++i) look(module.child(i));
+  };
+  look(model);
+}
 
 bool is_quantized(const ModuleBase& layer) { return state_of(layer) != nullptr; }
 

@@ -8,12 +8,12 @@
 //
 // Linears change in place. Types and names of the model stay; NAME.weight becomes the packed bytes
 // (u8), and its scales stand beside it as buffers: NAME.quant_state.absmax, and with double
-// quantization nested_absmax and nested_offset. Both are part of the state dict, move with the
-// model and are copied by clone(). A state of a model that is quantized alike loads; one in floating
-// numbers is refused, as its weights would have to be packed.
+// quantization nested_absmax and nested_offset; a third, with the name of the format, has the sizes.
+// All are part of the state dict, move with the model and are copied by clone(). A state of a model
+// that is quantized alike loads; one in another format, or in floating numbers, is refused.
 //
-// A quantized weight is frozen: bytes have no gradient, and requires_grad is a DTypeError. Calls
-// unpack it in tiles (autograd/packed/linear.h), so that it is never whole in memory; backward does
+// A quantized weight is frozen: bytes have no gradient, and requires_grad is a DTypeError. Up to 16
+// rows read kInt8 as it lies; else calls unpack it in tiles (autograd/packed/linear.h), so that it is never whole in memory; backward does
 // so again and gives the gradients of x and of the bias. Under autocast products run in its dtype.
 // Fused ops that read a weight call the layer instead, and fp8 leaves it out, with the reason.
 //
@@ -59,6 +59,8 @@ struct QuantizeSummary {
 QuantizeSummary quantize(ModuleBase& model, const QuantizeOptions& options = {});
 
 bool is_quantized(const ModuleBase& layer);
+// UnsupportedError of `what` where a layer is: for writers of files that know floating weights alone.
+void refuse_quantized_layers(const ModuleBase& model, const char* what);
 // The packed weight of a quantized Linear; shares memory with the layer. ValueError: it is not.
 kernels::PackedWeight packed_weight(const ModuleBase& layer);
 

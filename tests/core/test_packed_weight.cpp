@@ -1,4 +1,5 @@
 // Weights in 8 and 4 bits beside bitsandbytes' of golden/packed_cases.py, and products with them.
+#include <tessera/core/kernels/gemm/int8_rows.h>
 #include <tessera/core/kernels/quantize/packed_weight.h>
 
 #include <gtest/gtest.h>
@@ -190,10 +191,13 @@ TEST(PackedWeight, ProductsAndTheirGradientsReadTiles) {
         SCOPED_TRACE(std::string(format.name) + " " + std::to_string(c.in) + " " +
                      std::string(name_of(dtype)));
         const Tensor read = kernels::unpack(packed, dtype).to(kF64);
+        // Few rows read bytes as they lie.
+        const bool lies = packed.format == PackedFormat::kInt8 && c.rows <= kernels::kMostInt8Rows;
+        const Tensor in_place = lies ? kernels::unpack(packed, kF32).to(kF64) : read;
         const Tensor x = random({c.rows, c.in}, dtype), bias = random({c.out}, dtype);
         expect_product(kernels::packed_product(x, packed, bias),
-                       linear(x.to(kF64), read, bias.to(kF64)),
-                       linear(abs(x.to(kF64)), abs(read), abs(bias.to(kF64))), dtype, c.in);
+                       linear(x.to(kF64), in_place, bias.to(kF64)),
+                       linear(abs(x.to(kF64)), abs(in_place), abs(bias.to(kF64))), dtype, c.in);
         const Tensor dy = random({c.rows, c.out}, dtype);
         expect_product(kernels::packed_product_gradient(dy, packed), matmul(dy.to(kF64), read),
                        matmul(abs(dy.to(kF64)), abs(read)), dtype, c.out);

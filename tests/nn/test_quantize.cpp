@@ -14,11 +14,14 @@
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/fused.h>
 #include <tessera/nn/lora/lora.h>
+#include <tessera/nn/models/gguf.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/models/llama.h>
 #include <tessera/nn/parametrizations.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/fp8_linear.h>
 
+#include "finished_process.h"
 #include "golden_files.h"
 #include "message_of.h"
 
@@ -121,7 +124,41 @@ TEST(Quantize, AStateLoadsIntoAModelThatIsQuantizedAlikeAndIntoNoOther) {
     EXPECT_THROW(other.load_state_dict(floating, {.strict = false}), ValueError);
     other.load_state_dict(model.state_dict());
     EXPECT_EQ(elements(model(tokens())), elements(other(tokens())));
+    // Nor are bytes numbers of a floating weight, nor of another format's.
+    EXPECT_THROW(plain.load_state_dict(model.state_dict(), {.strict = false}), ValueError);
+    const auto swapped =
+        options.format == QuantizeFormat::kNf4 ? QuantizeFormat::kFp4 : QuantizeFormat::kNf4;
+    QuantizeOptions of_other = options;
+    of_other.format = swapped;
+    if (options.format == QuantizeFormat::kInt8) continue;
+    Model unlike;
+    quantize(unlike, of_other);
+    EXPECT_THROW(unlike.load_state_dict(model.state_dict()), ValueError);
   }
+}
+
+// Bytes and scales of [64, 96] and of [96, 64] have one shape.
+TEST(Quantize, AStateOfOtherSizesIsTold) {
+  Linear wide(64, 96), high(96, 64);
+  for (Linear* layer : {&wide, &high}) layer->requires_grad_(false);
+  quantize(wide, {.format = QuantizeFormat::kNf4});
+  quantize(high, {.format = QuantizeFormat::kNf4});
+  std::map<std::string, Tensor> state = wide.state_dict().to_map();
+  state.erase("bias");
+  high.load_state_dict(StateDict::from_map(state), {.strict = false});
+  EXPECT_THROW(high(rand({2, 96})), ValueError);
+}
+
+TEST(Quantize, FilesOfFloatingWeightsAreRefused) {
+  TestFolder folder;
+  models::Llama llama(
+      {.vocab_size = 64, .width = 64, .inner = 96, .layers = 1, .heads = 2, .kv_heads = 2});
+  quantize(llama, {.format = QuantizeFormat::kInt8});
+  EXPECT_THROW(llama.save_pretrained(folder.path("folder")), UnsupportedError);
+  EXPECT_THROW(models::save_gguf(llama, folder.path("x.gguf")), UnsupportedError);
+  models::Gpt gpt({.vocab_size = 64, .context = 8, .width = 64, .layers = 1, .heads = 2});
+  quantize(gpt);
+  EXPECT_THROW(gpt.save_pretrained(folder.path("gpt")), UnsupportedError);
 }
 
 TEST(Quantize, ACloneHasTheSameBytesOfItsOwn) {

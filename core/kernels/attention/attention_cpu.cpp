@@ -148,6 +148,16 @@ void check_bytes(const Tensor& query, const ByteVectors& key, const ByteVectors&
   TS_CHECK(spec.dropout == 0 && !spec.lengths.defined() && !spec.starts.defined() &&
                !spec.ends.defined(),
            kName, "takes a mask or causal, and neither dropout, lengths, starts nor ends");
+  if (spec.mask.defined()) {
+    const Shape shape{query.size(0), query.size(1), query.size(2), key.bytes.size(2)};
+    TS_CHECK(!spec.causal, kName, "takes a mask or causal, and not both");
+    TS_CHECK_DTYPE(spec.mask.dtype() == kBool || is_floating(spec.mask.dtype()), kName,
+                   "expects a mask of bool or floating numbers; got ", spec.mask);
+    TS_CHECK_SHAPE(spec.mask.shape() == shape, kName, "expects a mask of ", shape, "; got ",
+                   spec.mask);
+    TS_CHECK_DEVICE(spec.mask.device().is_cpu(), kName, "expects a mask on the CPU; got ",
+                    spec.mask);
+  }
   for (const ByteVectors* each : {&key, &value}) {
     const Tensor& bytes = each->bytes;
     TS_CHECK_DTYPE(

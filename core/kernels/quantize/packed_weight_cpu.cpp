@@ -429,9 +429,9 @@ Tensor packed_product(const Tensor& x, const PackedWeight& weight, const Tensor&
                .dtype = dtype,
                .x = rows.matrix.data(),
                .x_row_stride = K,
-               .weight = reinterpret_cast<const int8_t*>(weight.values.data_as<uint8_t>()),
+               .weight = reinterpret_cast<const int8_t*>(view.values.data_as<uint8_t>()),
                .weight_row_stride = K,
-               .absmax = weight.absmax.data_as<float>(),
+               .absmax = view.absmax.data_as<float>(),
                .bias = added.defined() ? added.data() : nullptr,
                .y = result.data(),
                .y_row_stride = N});
