@@ -127,7 +127,11 @@ TEST(ConfigCommand, ImportsThatWouldTrainOtherwiseAreRefusedByKey) {
       "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
       "  offload_param_device: nvme\nnum_processes: 2\n",
       "deepspeed_config.offload_param_device: nvme");
-  refused("distributed_type: MEGATRON_LM\nnum_processes: 2\n", "distributed_type: MEGATRON_LM");
+  refused(
+      "distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_eod_mask_loss: true\n"
+      "num_processes: 2\n",
+      "megatron_lm_config.megatron_lm_eod_mask_loss: true");
+  refused("distributed_type: XLA\nnum_processes: 2\n", "distributed_type: XLA");
   // What is the same training under another name passes.
   const FinishedProcess same = tessera_command(
       {"config", "import",

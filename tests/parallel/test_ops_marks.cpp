@@ -305,7 +305,8 @@ TEST(OpsMarks, WhatIsAcceptedIsTheWhole) {
 }
 
 // A new record needs a rule, or its name here: what runs in backward alone or on memory as it lies,
-// random numbers in place, linear layers in fp8, and what stands for ops of plans.
+// random numbers in place, linear layers in fp8 and of
+// packed weights, and what stands for ops of plans.
 TEST(OpsMarks, RecordsWithoutARuleAreKnown) {
   const std::set<std::string_view> known = {"as_strided",
                                             "as_strided_backward",
@@ -322,6 +323,7 @@ TEST(OpsMarks, RecordsWithoutARuleAreKnown) {
                                             "uniform_",
                                             "autocast_weight",
                                             "fp8_linear",
+                                            "packed_linear",
                                             "touch",
                                             "listed_product",
                                             "fp8_linear_cross_entropy",
