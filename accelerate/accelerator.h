@@ -294,10 +294,10 @@ class Accelerator : public ProcessControl {
 
   // ---- Random numbers
 
-  // Seeds this Context and the streams of prepared models. device_specific: every rank gets its own
-  // seed, mixed from seed and rank. deterministic: gradients of attention on a GPU, which otherwise
-  // differ in bits between runs, are reproducible in this Context from here on, and slower; false
-  // changes nothing.
+  // Seeds this Context and the streams of prepared models. device_specific: each data-parallel
+  // rank gets its own seed; ranks along tp and pp, which calculate its micro-batches, share it.
+  // deterministic: gradients of attention on a GPU, which otherwise differ in bits between runs, are
+  // reproducible in this Context from here on, and slower; false changes nothing.
   void set_seed(uint64_t seed, bool device_specific = false, bool deterministic = false);
   // Sends rank 0's seed and position to all ranks. Collective.
   void synchronize_rng_states(const SourceLocation& where = SourceLocation::current());

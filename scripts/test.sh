@@ -7,7 +7,7 @@ preset=${1:-release}
 
 scripts/install_packages.sh g++ cmake ninja-build libeigen3-dev nlohmann-json3-dev zlib1g-dev \
   libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libdnnl-dev libxxhash-dev libpcre2-dev libsentencepiece-dev libgtest-dev libbenchmark-dev libcli11-dev libopenmpi-dev openmpi-bin \
-  libboost-context-dev
+  libboost-context-dev valgrind
 
 # Tests that need data sets skip, and say so, where there are none.
 if [[ -z ${TESSERA_DATA_DIR:-} && -d ../shared/data ]]; then
