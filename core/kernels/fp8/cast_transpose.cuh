@@ -268,6 +268,11 @@ inline constexpr int kWords = sizeof(Q) == 1 ? 2 : 4;  // of a row that are unde
 template <class Q, class Form, bool kSums>
 inline constexpr int kHeight = kSums || !std::is_same_v<Form, Plain> ? kSide<Q> / 2 : kSide<Q>;
 
+// Blocks of a multiprocessor. Logits' exponentials wait for loads, which more warps hide; the others
+// want registers.
+template <class Form>
+inline constexpr int kBlocks = std::is_same_v<Form, SoftmaxGrad> ? 5 : 4;
+
 // sums: shared memory for those of the columns.
 template <class Form, bool kSums, class T, class Q>
 TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor,
@@ -362,7 +367,8 @@ TS_DEVICE void note(const CastJob<T, Q>& job, const Seen& seen, uint32_t* slot) 
 }  // namespace cast
 
 template <class T, class Q, class Form = cast::Plain, bool kSums = false>
-__global__ void __launch_bounds__(cast::kThreads, 4) cast_transpose_kernel(CastJob<T, Q> job) {
+__global__ void __launch_bounds__(cast::kThreads, cast::kBlocks<Form>)
+    cast_transpose_kernel(CastJob<T, Q> job) {
   constexpr int kN = cast::kSide<Q>, kColumns = cast::kAcross * kN;
   TS_SHARED(uint32_t, slot, gpu::kWarp);
   TS_SHARED(float, partial, kSums ? cast::kDown* kColumns : 1);  // (down, column of the block)
