@@ -16,9 +16,13 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/embedding.h>
+#include <tessera/nn/linear.h>
 #include <tessera/nn/models/bert.h>
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/models/llama.h>
+#include <tessera/nn/norm.h>
 #include <tessera/optim/optimizers.h>
 
 #include "distributed/compared_ranks.h"
@@ -93,6 +97,49 @@ inline Training bert() {
         features.attention_mask = ne(b.inputs, 7).to(kI64);
         return model(b.inputs, features, b.inputs.select(1, 0).remainder(2)).loss;
       });
+}
+
+// A block with running statistics.
+struct NormedBlock : nn::Module<NormedBlock> {
+  explicit NormedBlock(int64_t width)
+      : fc(add<nn::Linear>("fc", width, width)), norm(add<nn::BatchNorm1d>("norm", width)) {}
+  Tensor forward(const Tensor& x) { return norm(fc(x)) + x; }
+  nn::Linear& fc;
+  nn::BatchNorm1d& norm;
+};
+// A table, four blocks and a head.
+template <class Block>
+struct Stacked : nn::Module<Stacked<Block>> {
+  Stacked()
+      : embed(this->template add<nn::Embedding>("embed", kVocabulary, 16)),
+        blocks(this->template add<nn::ModuleList>("blocks")),
+        head(this->template add<nn::Linear>("head", 16, kVocabulary)) {
+    for (int i = 0; i < 4; ++i) blocks.template append<Block>(16);
+  }
+  Tensor forward(const Tensor& tokens, const Tensor& targets) {
+    Tensor x = embed(tokens).view({tokens.numel(), 16});
+    for (size_t i = 0; i < blocks.size(); ++i) x = blocks.template at<Block>(i)(x);
+    return cross_entropy(head(x), targets.reshape({targets.numel()}));
+  }
+  nn::Embedding& embed;
+  nn::ModuleList& blocks;
+  nn::Linear& head;
+};
+template <class Block>
+Training stacked() {
+  manual_seed(1);
+  return training_of<Stacked<Block>>(
+      std::make_unique<Stacked<Block>>(),
+      [](Stacked<Block>& model, const Batch& b) { return model(b.inputs, b.targets); });
+}
+inline Training normed() { return stacked<NormedBlock>(); }
+
+// Hooks that a window of one gradient or of several sums may call in any order.
+inline void double_some_gradients(nn::ModuleBase& model) {
+  const NamedTensors parameters = model.named_parameters();
+  for (size_t i = 0; i < parameters.size(); i += 2) {
+    register_hook(parameters[i].tensor, [](const Tensor& gradient) { return gradient * 2; });
+  }
 }
 
 using MakeOptimizer = std::function<std::unique_ptr<optim::Optimizer>(const NamedTensors&)>;

@@ -139,14 +139,9 @@ TEST(PipelineSharded, GradientsThatNobodyClearedAreAddedTo) {
 }
 
 TEST(PipelineSharded, HooksOfParametersGetThePartsOfThisRank) {
-  const auto doubled = [](nn::ModuleBase& model) {
-    const NamedTensors parameters = model.named_parameters();
-    for (size_t i = 0; i < parameters.size(); i += 2) {
-      register_hook(parameters[i].tensor, [](const Tensor& gradient) { return gradient * 2; });
-    }
-  };
   for (const bool zeroes : {true, false}) {
-    Way way{.pp = 2, .ranks = 4, .micro_batches = 2, .zeroes = zeroes, .change = doubled};
+    Way way{
+        .pp = 2, .ranks = 4, .micro_batches = 2, .zeroes = zeroes, .change = double_some_gradients};
     for (const Sharding sharding : {Sharding::kDdp, Sharding::kZero1, Sharding::kFsdp}) {
       way.sharding = sharding;
       expect_as_alone(untied, way);

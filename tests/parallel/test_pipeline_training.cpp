@@ -5,10 +5,7 @@
 
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/nn/container.h>
 #include <tessera/nn/dropout.h>
-#include <tessera/nn/embedding.h>
-#include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
 #include <tessera/optim/muon.h>
 
@@ -20,41 +17,6 @@ namespace tessera::test_pipeline_training {
 namespace {
 
 using namespace test_pipeline;
-
-// Blocks with running statistics.
-struct NormedBlock : nn::Module<NormedBlock> {
-  explicit NormedBlock(int64_t width)
-      : fc(add<nn::Linear>("fc", width, width)), norm(add<nn::BatchNorm1d>("norm", width)) {}
-  Tensor forward(const Tensor& x) { return norm(fc(x)) + x; }
-  nn::Linear& fc;
-  nn::BatchNorm1d& norm;
-};
-// A table, three such blocks and a head.
-template <class Block>
-struct Stacked : nn::Module<Stacked<Block>> {
-  Stacked()
-      : embed(this->template add<nn::Embedding>("embed", kVocabulary, 16)),
-        blocks(this->template add<nn::ModuleList>("blocks")),
-        head(this->template add<nn::Linear>("head", 16, kVocabulary)) {
-    for (int i = 0; i < 3; ++i) blocks.template append<Block>(16);
-  }
-  Tensor forward(const Tensor& tokens, const Tensor& targets) {
-    Tensor x = embed(tokens).view({tokens.numel(), 16});
-    for (size_t i = 0; i < blocks.size(); ++i) x = blocks.template at<Block>(i)(x);
-    return cross_entropy(head(x), targets.reshape({targets.numel()}));
-  }
-  nn::Embedding& embed;
-  nn::ModuleList& blocks;
-  nn::Linear& head;
-};
-template <class Block>
-Training stacked() {
-  manual_seed(1);
-  return training_of<Stacked<Block>>(
-      std::make_unique<Stacked<Block>>(),
-      [](Stacked<Block>& model, const Batch& b) { return model(b.inputs, b.targets); });
-}
-Training normed() { return stacked<NormedBlock>(); }
 
 void expect_same_bits(const Trained& own, const Trained& expected, int rank) {
   EXPECT_EQ(own.losses, expected.losses) << rank;
@@ -78,7 +40,6 @@ void expect_as_alone(const MakeTraining& make, const Way& way, bool ties_apart =
   compared_ranks(way.pp, [&](int rank) { expect_same_bits(train(make, way), expected, rank); });
 }
 
-void double_some_gradients(nn::ModuleBase& model);
 void freeze_in_turn(nn::ModuleBase& model, int step);
 
 // ---- Bits --------------------------------------------------------------------------------------
@@ -161,14 +122,6 @@ TEST(PipelineTraining, UnequalMicroBatchesCountByTheirWeights) {
 TEST(PipelineTraining, GradientsThatNobodyClearedAreAddedTo) {
   expect_as_alone(untied, {.pp = 2, .zeroes = false});
   expect_as_alone(untied, {.pp = 2, .micro_batches = 1, .zeroes = false});
-}
-
-// Hooks that a window of one gradient or of several sums may call in any order.
-void double_some_gradients(nn::ModuleBase& model) {
-  const NamedTensors parameters = model.named_parameters();
-  for (size_t i = 0; i < parameters.size(); i += 2) {
-    register_hook(parameters[i].tensor, [](const Tensor& gradient) { return gradient * 2; });
-  }
 }
 
 TEST(PipelineTraining, HooksOfParametersChangeTheirGradients) {

@@ -4,11 +4,8 @@
 #include <tessera/accelerate/full_values.h>
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/nn/container.h>
-#include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/lora/lora.h>
-#include <tessera/nn/norm.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/muon.h>
 #include <tessera/optim/schedule.h>
@@ -689,14 +686,6 @@ TEST(PipelineUses, AModelIsSavedAndLoadedBetweenSteps) {
   });
 }
 
-// Blocks with running statistics.
-struct NormedBlock : nn::Module<NormedBlock> {
-  explicit NormedBlock(int64_t width)
-      : fc(add<nn::Linear>("fc", width, width)), norm(add<nn::BatchNorm1d>("norm", width)) {}
-  Tensor forward(const Tensor& x) { return norm(fc(x)) + x; }
-  nn::Linear& fc;
-  nn::BatchNorm1d& norm;
-};
 // What its product saves for backward is a buffer.
 struct ScaledBlock : nn::Module<ScaledBlock> {
   explicit ScaledBlock(int64_t width)
@@ -705,31 +694,6 @@ struct ScaledBlock : nn::Module<ScaledBlock> {
   nn::Linear& fc;
   const Tensor& scale;
 };
-template <class Block>
-struct Blocks : nn::Module<Blocks<Block>> {
-  Blocks()
-      : embed(this->template add<nn::Embedding>("embed", kVocabulary, 16)),
-        blocks(this->template add<nn::ModuleList>("blocks")),
-        head(this->template add<nn::Linear>("head", 16, kVocabulary)) {
-    for (int i = 0; i < 4; ++i) blocks.template append<Block>(16);
-  }
-  Tensor forward(const Tensor& tokens, const Tensor& targets) {
-    Tensor x = embed(tokens).view({tokens.numel(), 16});
-    for (size_t i = 0; i < blocks.size(); ++i) x = blocks.template at<Block>(i)(x);
-    return cross_entropy(head(x), targets.reshape({targets.numel()}));
-  }
-  nn::Embedding& embed;
-  nn::ModuleList& blocks;
-  nn::Linear& head;
-};
-template <class Block>
-Training blocks_of() {
-  manual_seed(1);
-  return training_of<Blocks<Block>>(
-      std::make_unique<Blocks<Block>>(),
-      [](Blocks<Block>& model, const Batch& b) { return model(b.inputs, b.targets); });
-}
-Training normed() { return blocks_of<NormedBlock>(); }
 
 TEST(PipelineUses, BuffersReachAllRanksWhereverCallsChangeThem) {
   const Script in_a_part = [](Session& s) {
@@ -789,7 +753,7 @@ TEST(PipelineUses, BuffersThatGraphsHaveSavedAreNotWritten) {
   for (const Sharding sharding : {Sharding::kDdp, Sharding::kFsdp}) {
     compared_ranks(4, [&](int) {
       Accelerator accelerator(settings_of({.pp = 2, .sharding = sharding}));
-      const Training training = blocks_of<ScaledBlock>();
+      const Training training = stacked<ScaledBlock>();
       Pipeline pipeline = accelerator.pipeline(*training.model);
       const std::vector window = {batch_of(0), batch_of(1), batch_of(2), batch_of(3)};
       EXPECT_NO_THROW(pipeline.step(window, training.loss));
