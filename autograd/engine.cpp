@@ -85,10 +85,13 @@ class Pass {
   void leave_parts(const Tensor& whole, std::span<const Edge> edges, std::span<const Tensor> parts);
   bool arrived_as_part() const { return part_; }
   bool arrived_ones(int index) const { return std::ranges::find(ones_, index) != ones_.end(); }
-  // A backward inside a backward belongs to the outer one.
-  Pass* const outer = current_pass;
-  const uint64_t number =
-      outer != nullptr ? outer->number : next_number.fetch_add(1, std::memory_order_relaxed);
+  // A backward inside a backward belongs to the outer one. Each half of one is in its own.
+  Pass* outer = nullptr;
+  uint64_t number() {
+    if (outer != nullptr) return outer->number();
+    if (number_ == 0) number_ = next_number.fetch_add(1, std::memory_order_relaxed);
+    return number_;
+  }
   std::vector<std::function<void()>> callbacks;
 
  private:
@@ -110,6 +113,7 @@ class Pass {
 
   const EngineRequest& request_;
   const std::span<const Edge> inputs_;
+  uint64_t number_ = 0;  // where it is in no other
   bool first_half_ = false;
   std::vector<NodeState*> second_;  // that are ready when the second half begins
   NodeState* running_ = nullptr;
@@ -474,7 +478,8 @@ void Pass::run_second_half() {
 // Runs a part of a pass as backward runs.
 template <class Part>
 void run_part(Pass& pass, bool create_graph, const Part& part) {
-  ScopedValue<Pass*> current(current_pass, &pass);
+  const ScopedValue<Pass*> outer(pass.outer, current_pass);
+  const ScopedValue<Pass*> current(current_pass, &pass);
   {
     ScopedValue<bool> mode(Context::current().slot<GradMode>().enabled, create_graph);
     // Backward runs in the dtypes that forward has left, whatever scope it is called in.
@@ -572,7 +577,7 @@ bool arrived_ones(int index) {
 }
 
 uint64_t current_backward() {
-  return current_pass == nullptr || !current_pass->accumulates() ? 0 : current_pass->number;
+  return current_pass == nullptr || !current_pass->accumulates() ? 0 : current_pass->number();
 }
 
 bool backward_reaches(const Tensor& leaf) {

@@ -307,6 +307,45 @@ TEST(TwoHalves, HooksOfParametersRunInTheSecondHalfAndOfInputsInTheFirst) {
   EXPECT_TRUE(mentions(message_of<AutogradError>([&] { half.run_weights(); }), "once"));
 }
 
+// The backward in whose hook the first half ran has ended before the second one.
+TEST(TwoHalves, ASecondHalfBelongsToTheBackwardInWhichItRuns) {
+  const Network network;
+  std::optional<SplitBackward> half;
+  std::string calls;
+  uint64_t first = 0, second = 0;
+  const HookHandle weight = register_hook(network.weight, [&](const Tensor&) {
+    second = current_backward();
+    queue_backward_callback([&] { calls += "callback "; });
+    return Tensor();
+  });
+  {
+    const Tensor outer = ones({3}).set_requires_grad(), loss = network.forward();
+    register_hook(outer, [&](const Tensor&) {
+      first = current_backward();
+      half.emplace(split({loss}, {ones_like(loss)}, {network.x}));
+      return Tensor();
+    });
+    sum(outer).backward();
+  }
+  half->run_weights();
+  EXPECT_EQ(calls, "callback ");
+  EXPECT_NE(second, first);
+  // Inside of another backward its callbacks wait for that one's end.
+  const Tensor loss = network.forward();
+  half.emplace(split({loss}, {ones_like(loss)}, {network.x}));
+  calls.clear();
+  const Tensor outer = ones({3}).set_requires_grad();
+  register_hook(outer, [&](const Tensor&) {
+    first = current_backward();
+    half->run_weights();
+    calls += "hook ";
+    return Tensor();
+  });
+  sum(outer).backward();
+  EXPECT_EQ(calls, "hook callback ");
+  EXPECT_EQ(second, first);
+}
+
 // A layer between its halves has its input and the gradient of its output.
 TEST(TwoHalves, WhatTheSecondHalfDoesNotReadIsFreed) {
   constexpr int64_t kRows = 64, kWidth = 128, kBytes = kRows * kWidth * 4;
