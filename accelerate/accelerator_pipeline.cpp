@@ -234,11 +234,12 @@ Tensor Pipeline::Impl::plain_step(ModelRecord& record, int64_t count, const OfBa
   const bool alike = state->settings.loss_weighting.value == LossWeighting::kHuggingFace;
   const ScopedValue<std::optional<int64_t>> steps(record.steps, count);
   const ScopedValue<bool> by_count(state->sync_with_dataloader, false);
+  const int64_t number = state->counters.micro_batches;
   TensorList losses;
   for (int64_t i = 0; i < count; ++i) {
     const auto micro = accelerator->accumulate(*model);
     bool added = i > 0;
-    // What a step that failed has added goes, and the next one begins a window.
+    // What a step that failed has added goes, and the next one begins a window with its numbers.
     try {
       const Tensor one = loss(i);
       losses.push_back(one.detach());
@@ -247,6 +248,7 @@ Tensor Pipeline::Impl::plain_step(ModelRecord& record, int64_t count, const OfBa
           one, {.weight = alike ? std::nullopt : std::optional(weights[static_cast<size_t>(i)])});
     } catch (...) {
       added ? record.leave_window() : record.window.leave();
+      state->counters.micro_batches = number;
       throw;
     }
   }
@@ -451,6 +453,7 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
     before.push_back({gradient, copies ? clone(raw::alias(gradient)) : Tensor()});
   }
   double weight = record.window.weight();
+  const int64_t number = state->counters.micro_batches;
   std::optional<distributed::StagedModel::Step> step;
   try {
     between("before the first forward",
@@ -463,6 +466,7 @@ Tensor Pipeline::Impl::staged_step(const std::shared_ptr<ModelRecord>& held, int
   } catch (...) {
     step.reset();
     give_back(record, before);
+    state->counters.micro_batches = number;
     throw;
   }
   step.reset();

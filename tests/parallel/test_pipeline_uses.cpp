@@ -409,13 +409,14 @@ TEST(PipelineUses, TwoStepsOfThePipelineAreOneOfTheOptimizer) {
   });
 }
 
-// In one process, by the plain loop and by two stages.
+// Its numbers of micro-batches too, by which masks are drawn. In one process, by the plain loop and by
+// two stages.
 TEST(PipelineUses, AStepThatFailsLeavesTheGradientsBeforeIt) {
   for (const bool staged : {false, true}) {
     const auto trained = [&](int fails_at) {
       Outcome outcome;
       compared_ranks(1, [&](int) {
-        outcome = play(untied, {.options = {.ties_apart = staged}}, [&](Session& s) {
+        outcome = play(dropping, {.options = {.ties_apart = staged}}, [&](Session& s) {
           const auto optimizer = prepared(s);
           s.step();
           int calls = 0;
@@ -453,7 +454,7 @@ TEST(PipelineUses, AStepThatIsRefusedLeavesTheGradientsBeforeIt) {
         Outcome outcome;
         compared_ranks(ranks, [&](int rank) {
           const Way way{.pp = 2, .sharding = sharding};
-          const Outcome own = play(untied, way, [&](Session& s) {
+          const Outcome own = play(dropping, way, [&](Session& s) {
             const auto optimizer = prepared(s);
             s.step();
             if (fails) {
