@@ -92,7 +92,7 @@ void StagedModel::Impl::deal(const StagingOptions& options) {
     if (!place->defined()) continue;
     const int stage = stage_of_place(name);
     places.push_back({place, stage, *place, *place, meta_of(*place), true});
-    if (saved.contains(name)) buffers.emplace_back(name, stage);
+    if (saved.contains(name)) buffers.push_back({.name = name, .stage = stage});
   }
 }
 
@@ -609,15 +609,32 @@ void StagedModel::complete_gradients(const std::vector<bool>& has) {
 void StagedModel::share_buffers() {
   if (impl_->ranks == 1 || impl_->buffers.empty()) return;
   const NoGradGuard no_grad;
+  std::vector<Impl::Buffer>& buffers = impl_->buffers;
+  TensorList own(buffers.size());
+  for (const auto& [name, place] : impl_->model->buffer_places()) {
+    const auto known = std::ranges::find(buffers, name, &Impl::Buffer::name);
+    if (known != buffers.end()) own[static_cast<size_t>(known - buffers.begin())] = *place;
+  }
+  // Constants may be large: only what some rank has written goes.
+  Group& group = impl_->mesh->group("pp");
+  const Tensor written = raw::empty({std::ssize(buffers)}, kI32);
+  auto* const flags = written.data_as<int32_t>();
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    flags[i] = own[i].defined() && !buffers[i].is_unwritten(own[i]) ? 1 : 0;
+  }
+  group
+      .all_reduce(written, ReduceOp::kMax, {.channel = Channel::kControl, .tag = "written buffers"})
+      .wait();
   for (int from = 0; from < impl_->ranks; ++from) {
     NamedTensors values;
-    for (const auto& [name, place] : impl_->model->buffer_places()) {
-      const auto known =
-          std::ranges::find(impl_->buffers, name, &std::pair<std::string, int>::first);
-      if (known == impl_->buffers.end() || impl_->rank_of(known->second) != from) continue;
-      values.push_back({name, raw::alias(*place)});
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      if (flags[i] == 0 || impl_->rank_of(buffers[i].stage) != from) continue;
+      values.push_back({buffers[i].name, raw::alias(own[i])});
     }
-    if (!values.empty()) broadcast_tensors(values, impl_->mesh->group("pp"), from, "buffers");
+    if (!values.empty()) broadcast_tensors(values, group, from, "buffers");
+  }
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    if (own[i].defined()) buffers[i].note(own[i]);
   }
 }
 

@@ -125,8 +125,8 @@ class StagedModel {
   // Of stages that are sharded: ends their reductions, and parameters have their parts of the sums
   // over the stage's ranks wherever `has` says that one of these has a gradient. Collective.
   void finish_reductions(const std::vector<bool>& has);
-  // The ranks of other stages get persistent buffers, which calls may have changed. Collective along
-  // "pp".
+  // The ranks of other stages get the persistent buffers that some rank has written since the last
+  // time. Collective along "pp".
   void share_buffers();
   // Within a call of a stage: its buffers become those of rank 0 of `ranks`. Collective along them.
   void follow_buffers(Group& ranks);

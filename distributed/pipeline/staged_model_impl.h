@@ -12,6 +12,8 @@
 #include <vector>
 
 #include <tessera/autograd/meta_inputs.h>
+#include <tessera/core/memory/storage.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/fully_shard/param_group.h>
 #include <tessera/distributed/pipeline/staged_model.h>
 
@@ -90,6 +92,24 @@ struct StagedModel::Impl {
     Tensor meta;     // in those of other stages
     bool is_buffer;
   };
+  // A persistent one, and what shows whether this rank's has been written since all had the same.
+  struct Buffer {
+    std::string name;
+    int stage;
+    std::weak_ptr<Storage> storage = {};
+    std::shared_ptr<VersionCounter> counter = {};
+    uint32_t version = 0;
+
+    bool is_unwritten(const Tensor& own) const {
+      return storage.lock() == own.storage() && counter == own.impl()->version &&
+             version == own.version();
+    }
+    void note(const Tensor& own) {
+      storage = own.storage();
+      counter = own.impl()->version;
+      version = own.version();
+    }
+  };
 
   nn::ModuleBase* model = nullptr;
   Mesh* mesh = nullptr;
@@ -97,7 +117,7 @@ struct StagedModel::Impl {
   std::vector<std::string> cuts;
   std::vector<Parameter> parameters;
   std::vector<Place> places;
-  std::vector<std::pair<std::string, int>> buffers;  // persistent ones, with their stages
+  std::vector<Buffer> buffers;
   std::vector<std::unique_ptr<Stage>> own;
   std::vector<HookHandle> handles;
   std::vector<double> arithmetic;  // of each stage
