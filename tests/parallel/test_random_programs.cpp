@@ -92,6 +92,20 @@ TEST(RandomPrograms, AListShrinksToTheNumbersThatMatter) {
   EXPECT_EQ(program_of({}).describe(), program_of({0, 0, 0}).describe());
 }
 
+// However far one process goes from itself.
+TEST(RandomPrograms, WhatATrainingMakesOfRoundingPermitsAtMostAMillionthOfATensor) {
+  const auto outcome = [](double loss, double value) {
+    return Outcome{.losses = {loss}, .values = {{"parameter w", {100, value}}}, .refusal = {}};
+  };
+  const Outcome expected = outcome(1, 2), nudged = outcome(1 + 1e-8, 2 + 50);
+  const auto differs = [&](double loss, double value) {
+    return difference_within(1e-11, outcome(loss, value), expected, &nudged);
+  };
+  EXPECT_EQ(differs(1 + 7.9e-8, 2 + 0.99e-4), "");
+  EXPECT_NE(differs(1 + 8.1e-8, 2), "");
+  EXPECT_NE(differs(1, 2 + 1.01e-4), "");
+}
+
 // ---- Right programs -----------------------------------------------------------------------------
 
 TEST(RandomPrograms, RightOnesGiveWhatOneProcessGives) {
