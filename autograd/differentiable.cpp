@@ -151,6 +151,19 @@ void remember_base(const Tensor& view, const Tensor& source) {
 
 bool is_left_unread(const Tensor& x) { return x.is_meta() && meta_rules() != nullptr; }
 
+std::optional<TensorList> resolved_inputs(const Op& op,
+                                          std::initializer_list<const Tensor*> inputs) {
+  if (meta_rules() == nullptr) return std::nullopt;
+  bool meta = false, real = false;
+  TensorList all;
+  for (const Tensor* input : inputs) {
+    all.push_back(*input);
+    if (input->defined()) (input->is_meta() ? meta : real) = true;
+  }
+  if (!meta || !real) return std::nullopt;
+  return meta_rules()->resolved(op, all, false);
+}
+
 bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
   if (!grad_enabled()) return false;
   for (const Tensor& input : inputs) {

@@ -3,6 +3,8 @@
 // whole model, and what other stages calculate is meta there.
 #pragma once
 
+#include <initializer_list>
+#include <optional>
 #include <span>
 
 #include <tessera/autograd/op.h>
@@ -27,5 +29,11 @@ struct MetaInputsSlot {
 // Whether what stands beside the inputs of an op (a target, an index) may be left unread, since x is
 // meta and rules are in force.
 bool is_left_unread(const Tensor& x);
+
+// For ops that read or cast inputs before differentiable(), which asks the rules (of a copy they do
+// not know): what `op` is to be called with instead, where some of the inputs are meta, some are not
+// and rules are in force.
+std::optional<TensorList> resolved_inputs(const Op& op,
+                                          std::initializer_list<const Tensor*> inputs);
 
 }  // namespace tessera

@@ -116,8 +116,9 @@ class Fp8Layer final : public Fp8Linear {
     if (owner_->ended) return false;
     const std::string reason = reason_against(x, weight, rows);
     // Shapes alone are no calls: pipeline stages have them of the layers of other ranks.
-    const bool counts = !is_recomputing() && !x.is_meta();
-    if (reason.empty() && !x.is_meta()) owner_->follow(x.device());
+    const bool calculates = !x.is_meta() && !weight.is_meta();
+    const bool counts = !is_recomputing() && calculates;
+    if (reason.empty() && calculates) owner_->follow(x.device());
     if (reason.empty()) {
       if (counts) {
         ++calls_;

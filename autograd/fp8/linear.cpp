@@ -10,6 +10,7 @@
 #include <tessera/autograd/fp8/operands.h>
 #include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/linear_rules.h>
+#include <tessera/autograd/meta_inputs.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/functors.h>
@@ -228,6 +229,9 @@ Tensor fp8_linear(const Tensor& given, const Tensor& weight, const Tensor& given
 Tensor linear_by(const std::shared_ptr<Fp8Linear>& layer, const Tensor& x, const Tensor& weight,
                  const Tensor& bias) {
   check_linear(x, weight, bias);
+  if (const auto resolved = resolved_inputs(kFp8Linear, {&x, &weight, &bias})) {
+    return linear_by(layer, (*resolved)[0], (*resolved)[1], (*resolved)[2]);
+  }
   const int64_t rows = numel_of(x.shape().slice(0, x.dim() - 1));
   return layer->takes(x, weight, rows) ? fp8_linear(x, weight, bias, layer)
                                        : linear(x, weight, bias);

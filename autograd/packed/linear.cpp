@@ -2,6 +2,7 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/meta_inputs.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/tensor/raw_views.h>
 
@@ -26,6 +27,16 @@ Tensor packed_linear(const Tensor& given, const kernels::PackedWeight& weight,
                      const Tensor& given_bias) {
   check_defined(kPackedLinear, "x", given);
   check_defined(kPackedLinear, "weight", weight.values);
+  if (const auto resolved =
+          resolved_inputs(kPackedLinear, {&given, &given_bias, &weight.values, &weight.absmax,
+                                          &weight.nested_absmax, &weight.nested_offset})) {
+    kernels::PackedWeight packed = weight;
+    packed.values = (*resolved)[2];
+    packed.absmax = (*resolved)[3];
+    packed.nested_absmax = (*resolved)[4];
+    packed.nested_offset = (*resolved)[5];
+    return packed_linear((*resolved)[0], packed, (*resolved)[1]);
+  }
   const Tensor x = detail::autocast_product(given);
   const Tensor bias = detail::autocast_product(given_bias);
   // Without the tensors, which backward has from what was saved.

@@ -330,6 +330,76 @@ TEST(PipelineTraining, ACheckpointGoesOnWithAnyNumberOfStages) {
   from(3, 2);
 }
 
+// What its product saves for backward is a buffer.
+struct ScaledBlock : nn::Module<ScaledBlock> {
+  explicit ScaledBlock(int64_t width)
+      : fc(add<nn::Linear>("fc", width, width)), scale(buffer("scale", full({width}, 0.5))) {}
+  Tensor forward(const Tensor& x) { return fc(x) * scale + x; }
+  nn::Linear& fc;
+  const Tensor& scale;
+};
+
+TEST(PipelineTraining, BuffersThatNobodyHasWrittenAreNotSent) {
+  constexpr int64_t kBytes = 16 * 4;  // of each of four
+  compared_ranks(2, [&](int rank) {
+    Accelerator accelerator(settings_of({.pp = 2}));
+    const Training training = stacked<ScaledBlock>();
+    Pipeline pipeline = accelerator.pipeline(*training.model);
+    const std::vector window = {batch_of(0), batch_of(1)};
+    const auto sent = [&](const std::function<void()>& body) {
+      const distributed::CommTrace::Scope scope(*distributed::rank_context().trace);
+      body();
+      int64_t bytes = 0;
+      for (const distributed::CommRecord& record : scope.records()) {
+        if (record.operation == distributed::Operation::kBroadcast && record.tag == "buffers") {
+          bytes += record.bytes;
+        }
+      }
+      return bytes;
+    };
+    const auto step = [&] { pipeline.step(window, training.loss); };
+    const auto evaluate = [&] { pipeline.evaluate(window, training.loss); };
+    const auto buffer = [&](int block) {
+      return static_cast<ScaledBlock&>(training.model->submodule("blocks." + std::to_string(block)))
+          .scale;
+    };
+    EXPECT_EQ(sent(step), 4 * kBytes);
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_EQ(sent(step), 0);
+      EXPECT_EQ(sent(evaluate), 0);
+    }
+    // Written by the rank that has the stage, by all ranks, by the other one.
+    for (const int block : {0, 3}) {
+      for (const int writers : {0, 1, 2}) {
+        const bool has_it = rank == (block == 3 ? 1 : 0);
+        const bool writes = writers == 1 || has_it == (writers == 0);
+        if (writes) buffer(block).mul_(has_it ? 1.25 : 3.0);
+        EXPECT_EQ(sent(evaluate), kBytes) << block << writers;
+        EXPECT_EQ(sent(step), 0) << block << writers;
+        EXPECT_EQ(buffer(block).to_vector(),
+                  std::vector<double>(16, writers == 0 ? 0.625 : 0.78125))
+            << block << writers;
+      }
+    }
+    // Other elements behind the same tensor.
+    buffer(1).set_data(full({16}, 2.0));
+    EXPECT_EQ(sent(step), kBytes);
+  });
+}
+
+// Rank 0's buffers arrive while backwards of earlier micro-batches are still to come.
+TEST(PipelineTraining, BuffersThatGraphsHaveSavedAreNotWritten) {
+  for (const Sharding sharding : {Sharding::kDdp, Sharding::kFsdp}) {
+    compared_ranks(4, [&](int) {
+      Accelerator accelerator(settings_of({.pp = 2, .sharding = sharding}));
+      const Training training = stacked<ScaledBlock>();
+      Pipeline pipeline = accelerator.pipeline(*training.model);
+      const std::vector window = {batch_of(0), batch_of(1), batch_of(2), batch_of(3)};
+      EXPECT_NO_THROW(pipeline.step(window, training.loss));
+    });
+  }
+}
+
 TEST(PipelineTraining, ARankHoldsTheParametersOfItsStagesAlone) {
   compared_ranks(2, [&](int rank) {
     Accelerator accelerator(settings_of({.pp = 2}));
