@@ -6,12 +6,14 @@
 
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <string>
 #include <vector>
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/gemm/matmul.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/state/safetensors.h>
 
@@ -219,17 +221,63 @@ TEST(PackedWeight, BitsOfProductsDoNotDependOnTheNumberOfThreads) {
   set_num_threads(before);
 }
 
+// A limit under which 64 bytes more are given, and no lower one: it counts workspaces too.
+int64_t bytes_in_use() {
+  int64_t refused = 0, given = int64_t{1} << 40;
+  while (given - refused > 1) {
+    const int64_t limit = refused + (given - refused) / 2;
+    set_cpu_memory_limit(limit);
+    try {
+      cpu_allocator().deallocate(cpu_allocator().allocate(64), 64);
+      given = limit;
+    } catch (const OutOfMemory&) {
+      refused = limit;
+    }
+  }
+  set_cpu_memory_limit(0);
+  return given - 64;
+}
+
 TEST(PackedWeight, TheWholeWeightIsNeverInMemory) {
   const int64_t size = 4096;
   const PackedWeight packed = pack(random({size, size}), {});
   const Tensor x = random({1, size});
-  const std::shared_ptr<MemoryStats> stats = memory_stats();
-  stats->reset_peak();
-  const int64_t before = stats->current();
-  kernels::packed_product(x, packed, {});
-  kernels::packed_product_gradient(x, packed);
-  const int64_t rise = stats->peak() - before;
-  EXPECT_LT(rise, size * size / 2);  // less than the bytes of the packed weight itself
+  const int threads = num_threads();
+  set_num_threads(2);
+  // Less than the bytes of the packed weight itself.
+  set_cpu_memory_limit(bytes_in_use() + size * size / 2 - 1);
+  EXPECT_NO_THROW(kernels::packed_product(x, packed, {}));
+  EXPECT_NO_THROW(kernels::packed_product_gradient(x, packed));
+  set_cpu_memory_limit(0);
+  set_num_threads(threads);
+}
+
+TEST(PackedWeight, MemoryThatEndsInsideALoopOverTilesIsATypedError) {
+  const PackedWeight packed = pack(random({1024, 1024}), {});
+  const Tensor x = random({40, 1024});
+  const int threads = num_threads();
+  set_num_threads(2);
+  for (const auto& call :
+       {std::function<Tensor()>([&] { return kernels::packed_product(x, packed, {}); }),
+        std::function<Tensor()>([&] { return kernels::packed_product_gradient(x, packed); })}) {
+    const Tensor expected = call();
+    const int64_t before = bytes_in_use();
+    Tensor y;
+    int refused = 0;
+    for (int64_t more = 0; !y.defined(); more += 16 * 1024) {
+      set_cpu_memory_limit(before + 64 + more);
+      try {
+        y = call();
+      } catch (const OutOfMemory&) {
+        ++refused;
+      }
+    }
+    EXPECT_GT(refused, 0);
+    EXPECT_TRUE(same_bits(y, expected));
+    y = Tensor();
+    EXPECT_EQ(bytes_in_use(), before);
+  }
+  set_num_threads(threads);
 }
 
 TEST(PackedWeight, WhatCannotBePackedIsATypedError) {

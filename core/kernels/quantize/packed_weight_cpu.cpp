@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <numeric>
 #include <string>
@@ -270,6 +272,14 @@ struct PackedView {
     }
   }
 
+  // Columns [column, column + n) of `rows` rows from `first` on, one row after the other.
+  void read_tile(int64_t first, int64_t rows, int64_t column, int64_t n, DType dtype,
+                 char* tile) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      read((first + row) * K + column, n, dtype, tile + row * n * size_of(dtype));
+    }
+  }
+
   PackedFormat format;
   int64_t K, block;
   Tensor values, absmax, nested;
@@ -296,6 +306,26 @@ Shape with_last(const Tensor& x, int64_t columns) {
 int64_t tile_of(int64_t bytes_each, int64_t most) {
   const int64_t fit = std::max<int64_t>(kTileBytes / std::max<int64_t>(bytes_each, 1), 32);
   return std::max<int64_t>(std::min(fit / 16 * 16, most), 1);
+}
+// Calls f(first, count, memory of the thread) for tiles of up to `tile` of `size` rows or columns.
+// What f throws leaves after the loop, whose body must not: products take workspaces.
+template <class F>
+void for_tiles(int64_t size, int64_t tile, int64_t bytes_each, F&& f) {
+  const int64_t tiles = pieces_of(size, tile);
+  Scratch scratch(tiles, tile * bytes_each);
+  std::exception_ptr failure;  // of the thread that is first to set `failed`
+  std::atomic_flag failed;
+  parallel_for(tiles, 1, [&](int64_t begin, int64_t end) {
+    char* const unpacked = scratch.take();
+    try {
+      for (int64_t t = begin; t < end && !failed.test(); ++t) {
+        f(t * tile, std::min(tile, size - t * tile), unpacked);
+      }
+    } catch (...) {
+      if (!failed.test_and_set()) failure = std::current_exception();
+    }
+  });
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace
@@ -437,27 +467,19 @@ Tensor packed_product(const Tensor& x, const PackedWeight& weight, const Tensor&
                .y_row_stride = N});
     return result;
   }
-  const int64_t tile = tile_of(K * each, N), tiles = pieces_of(N, tile);
-  Scratch scratch(tiles, tile * K * each);
-  parallel_for(tiles, 1, [&](int64_t begin, int64_t end) {
-    char* const unpacked = scratch.take();
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t first = t * tile, count = std::min(tile, N - first);
-      for (int64_t n = 0; n < count; ++n) {
-        view.read((first + n) * K, K, dtype, unpacked + n * K * each);
-      }
-      gemm({.m = rows.count,
-            .n = count,
-            .k = K,
-            .dtype = dtype,
-            .result_dtype = dtype,
-            .a = {rows.matrix.data(), K, 1},
-            .b = {unpacked, 1, K},
-            .c = static_cast<char*>(result.data()) + first * each,
-            .c_row_stride = N,
-            .bias = added.defined() ? at(added, first) : nullptr,
-            .bias_kind = added.defined() ? GemmBias::kColumn : GemmBias::kNone});
-    }
+  for_tiles(N, tile_of(K * each, N), K * each, [&](int64_t first, int64_t count, char* unpacked) {
+    view.read_tile(first, count, 0, K, dtype, unpacked);
+    gemm({.m = rows.count,
+          .n = count,
+          .k = K,
+          .dtype = dtype,
+          .result_dtype = dtype,
+          .a = {rows.matrix.data(), K, 1},
+          .b = {unpacked, 1, K},
+          .c = static_cast<char*>(result.data()) + first * each,
+          .c_row_stride = N,
+          .bias = added.defined() ? at(added, first) : nullptr,
+          .bias_kind = added.defined() ? GemmBias::kColumn : GemmBias::kNone});
   });
   return result;
 }
@@ -474,30 +496,23 @@ Tensor packed_product_gradient(const Tensor& dy, const PackedWeight& weight) {
   const DType sum_dtype = parts > 1 ? kF32 : dtype;
   const Tensor sums = raw::empty(with_last(dy, K), sum_dtype);
   if (sums.numel() == 0) return raw::empty(with_last(dy, K), dtype);
-  const int64_t wide = tile_of(deep * each, K), tiles = pieces_of(K, wide);
-  Scratch scratch(tiles, deep * wide * each);
-  parallel_for(tiles, 1, [&](int64_t begin, int64_t end) {
-    char* const unpacked = scratch.take();
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t column = t * wide, count = std::min(wide, K - column);
-      for (int64_t part = 0; part < std::max<int64_t>(parts, 1); ++part) {
-        const int64_t first = part * deep, depth = std::min(deep, N - first);
-        for (int64_t n = 0; n < depth; ++n) {
-          view.read((first + n) * K + column, count, dtype, unpacked + n * count * each);
-        }
-        gemm({.m = rows.count,
-              .n = count,
-              .k = depth,
-              .dtype = dtype,
-              .result_dtype = sum_dtype,
-              .a = {at(rows.matrix, first), N, 1},
-              .b = {unpacked, count, 1},
-              .c = static_cast<char*>(sums.data()) + column * size_of(sum_dtype),
-              .c_row_stride = K,
-              .beta = part == 0 ? 0.0 : 1.0});
-      }
+  const auto add_columns = [&](int64_t column, int64_t count, char* unpacked) {
+    for (int64_t part = 0; part < std::max<int64_t>(parts, 1); ++part) {
+      const int64_t first = part * deep, depth = std::min(deep, N - first);
+      view.read_tile(first, depth, column, count, dtype, unpacked);
+      gemm({.m = rows.count,
+            .n = count,
+            .k = depth,
+            .dtype = dtype,
+            .result_dtype = sum_dtype,
+            .a = {at(rows.matrix, first), N, 1},
+            .b = {unpacked, count, 1},
+            .c = static_cast<char*>(sums.data()) + column * size_of(sum_dtype),
+            .c_row_stride = K,
+            .beta = part == 0 ? 0.0 : 1.0});
     }
-  });
+  };
+  for_tiles(K, tile_of(deep * each, K), deep * each, add_columns);
   return sums.dtype() == dtype ? sums : convert(sums, dtype);
 }
 
