@@ -66,7 +66,7 @@ void expect_product(Case<T> one, bool with_bias) {
   for (int64_t i = 0; i < one.m; ++i) {
     for (int64_t j = 0; j < one.n; ++j) {
       double sum = 0, terms = 0;
-      const double scale = at(one.absmax, j) / 127;
+      const double scale = int8_scale(one.absmax[static_cast<size_t>(j)]);
       for (int64_t e = 0; e < one.k; ++e) {
         const double term = at(one.x, i * one.x_stride + e) *
                             one.weight[static_cast<size_t>(j * one.weight_stride + e)] * scale;

@@ -208,6 +208,12 @@ TEST(PackedWeight, ProductsAndTheirGradientsReadTiles) {
   }
 }
 
+TEST(PackedWeight, BytesThatAreReadAsTheyLieAreTheNumbersThatAreUnpacked) {
+  const PackedWeight packed = pack(random({500, 16}), {.format = PackedFormat::kInt8});
+  const Tensor y = kernels::packed_product(eye(16), packed, {});
+  EXPECT_TRUE(same_bits(y.t().contiguous(), kernels::unpack(packed, kF32)));
+}
+
 TEST(PackedWeight, BitsOfProductsDoNotDependOnTheNumberOfThreads) {
   const PackedWeight packed = pack(random({700, 900}), {});
   const Tensor x = random({9, 900}), dy = random({9, 700});

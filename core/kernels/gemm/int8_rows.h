@@ -1,7 +1,7 @@
 // Few rows times a weight of 8 bits, as of a token and a frozen layer: the bytes are read once, where they
 // lie, at memory's speed, and no part of the weight is ever widened in memory.
 //
-// Number (i, j) of the weight is its signed byte times absmax[i] / 127: a row's largest magnitude is 127 steps.
+// Number (i, j) of the weight is its signed byte times int8_scale(absmax[i]): a row's largest magnitude is 127 steps.
 // Sums of byte * x are f32 in the order of gemm_rows.h, which rows beside one do not change, times the scale,
 // with one rounding to y's dtype at the end: within (k + 3) eps sum|x W| of the product of the numbers.
 #pragma once
@@ -12,6 +12,9 @@
 #include <tessera/core/isa.h>
 
 namespace tessera::kernels {
+
+// As bitsandbytes multiplies for products; dividing by 127 differs in the last bit.
+inline float int8_scale(float absmax) { return absmax * static_cast<float>(1.0 / 127.0); }
 
 // y = x W^T + bias
 struct Int8Rows {

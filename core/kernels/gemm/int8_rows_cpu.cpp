@@ -40,7 +40,7 @@ void multiply_int8(const Int8Rows& p) {
       }
       for (int64_t i = 0; i < p.m; ++i) {
         for (int64_t j = 0; j < count; ++j) {
-          float sum = sums[i * most + j] * (p.absmax[first + j] / 127);
+          float sum = sums[i * most + j] * int8_scale(p.absmax[first + j]);
           if (bias != nullptr) sum += load<float>(bias[first + j]);
           y[i * p.y_row_stride + first + j] = store<T>(sum);
         }

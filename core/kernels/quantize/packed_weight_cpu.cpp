@@ -250,8 +250,7 @@ struct PackedView {
     const uint8_t* const bytes = values.data_as<uint8_t>();
     if (format == PackedFormat::kInt8) {
       if (n == 0) return;
-      // As bitsandbytes multiplies for products; dividing by 127 differs in the last bit.
-      const float factor = scale(begin / K) * static_cast<float>(1.0 / 127.0);
+      const float factor = int8_scale(scale(begin / K));
       TS_SIMD_CALL(unpack_bytes, bytes + begin, n, factor, dtype, y);
       return;
     }
