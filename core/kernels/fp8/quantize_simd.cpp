@@ -1,5 +1,4 @@
-#include <tessera/core/half.h>
-#include <tessera/core/kernels/common/lanes.h>
+#include <tessera/core/kernels/common/float_blocks.h>
 #include <tessera/core/kernels/fp8/quantize_rows.h>
 #include <tessera/core/kernels/fp8/rules.h>
 
@@ -9,27 +8,6 @@ namespace {
 using rules::magnitude_bits;
 using rules::saturates;
 TS_HD uint32_t larger_bits(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
-// Calls f(first, values, count) for blocks of x as floats.
-template <class T, class F>
-TS_HD void for_blocks(const void* x, int64_t n, F&& f) {
-  float buffer[kBlock];
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t count = n - begin < kBlock ? n - begin : kBlock;
-    f(begin, stage_in<float>(static_cast<const T*>(x) + begin, count, buffer), count);
-  }
-}
-template <class F>
-TS_HD void with_source(DType dtype, F&& f) {
-  switch (dtype) {
-    case kF16:
-      return f.template operator()<f16>();
-    case kBF16:
-      return f.template operator()<bf16>();
-    default:
-      return f.template operator()<float>();
-  }
-}
 
 template <class Q, class T>
 TS_HD void quantize_blocks(const QuantizeRun& run, QuantizeCounts& counts) {
@@ -84,7 +62,7 @@ TS_HD void widen_block(const uint8_t* TS_RESTRICT q, int64_t n, uint16_t* TS_RES
 
 uint32_t largest_magnitude(DType dtype, const void* x, int64_t n) {
   uint32_t largest = 0;
-  with_source(dtype, [&]<class T>() {
+  visit_up_to_f32(dtype, [&]<class T>() {
     for_blocks<T>(x, n, [&](int64_t, const float* values, int64_t count) TS_LANES {
       uint32_t most = 0;
       for (int64_t i = 0; i < count; ++i) most = larger_bits(most, magnitude_bits(values[i]));
@@ -95,7 +73,7 @@ uint32_t largest_magnitude(DType dtype, const void* x, int64_t n) {
 }
 
 void largest_magnitudes(DType dtype, const void* x, int64_t n, uint32_t* most) {
-  with_source(dtype, [&]<class T>() {
+  visit_up_to_f32(dtype, [&]<class T>() {
     for_blocks<T>(x, n, [&](int64_t begin, const float* values, int64_t count) TS_LANES {
       uint32_t* TS_RESTRICT to = most + begin;
       for (int64_t i = 0; i < count; ++i) to[i] = larger_bits(to[i], magnitude_bits(values[i]));
@@ -104,7 +82,7 @@ void largest_magnitudes(DType dtype, const void* x, int64_t n, uint32_t* most) {
 }
 
 void quantize_run(const QuantizeRun& run, QuantizeCounts& counts) {
-  with_source(run.dtype, [&]<class T>() {
+  visit_up_to_f32(run.dtype, [&]<class T>() {
     run.format == kF8E4M3 ? quantize_blocks<f8e4m3, T>(run, counts)
                           : quantize_blocks<f8e5m2, T>(run, counts);
   });
@@ -116,7 +94,7 @@ void dequantize_run(const QuantizeRun& run, void* y) {
     return run.format == kF8E4M3 ? widen_block<f8e4m3>(run.q, run.n, to)
                                  : widen_block<f8e5m2>(run.q, run.n, to);
   }
-  with_source(run.dtype, [&]<class T>() {
+  visit_up_to_f32(run.dtype, [&]<class T>() {
     run.format == kF8E4M3 ? dequantize_block<f8e4m3>(run, static_cast<T*>(y))
                           : dequantize_block<f8e5m2>(run, static_cast<T*>(y));
   });
@@ -136,7 +114,7 @@ void scale_sums(const float* sums, int64_t n, float row, const float* columns, D
     auto* const to = static_cast<float*>(y);
     return y == sums ? loop(to, to) : loop(sums, to);
   }
-  with_source(dtype, [&]<class T>() { loop(sums, static_cast<T*>(y)); });
+  visit_up_to_f32(dtype, [&]<class T>() { loop(sums, static_cast<T*>(y)); });
 }
 
 }  // namespace tessera::kernels::TS_SIMD

@@ -1,5 +1,4 @@
-#include <tessera/core/half.h>
-#include <tessera/core/kernels/common/lanes.h>
+#include <tessera/core/kernels/common/float_blocks.h>
 #include <tessera/core/kernels/quantize/packed_rows.h>
 
 namespace tessera::kernels::TS_SIMD {
@@ -8,10 +7,8 @@ namespace {
 // Calls f(first, scaled numbers, count) for blocks of the run.
 template <class T, class F>
 TS_HD void for_scaled(const PackRun& run, F&& f) {
-  float staged[kBlock], scaled[kBlock];
-  for (int64_t begin = 0; begin < run.n; begin += kBlock) {
-    const int64_t count = run.n - begin < kBlock ? run.n - begin : kBlock;
-    const float* const x = stage_in<float>(static_cast<const T*>(run.x) + begin, count, staged);
+  float scaled[kBlock];
+  for_blocks<T>(run.x, run.n, [&](int64_t begin, const float* x, int64_t count) TS_LANES {
     const float factor = run.factor;
     if (run.divides) {
       for (int64_t i = 0; i < count; ++i) scaled[i] = x[i] / factor;
@@ -19,18 +16,7 @@ TS_HD void for_scaled(const PackRun& run, F&& f) {
       for (int64_t i = 0; i < count; ++i) scaled[i] = x[i] * factor;
     }
     f(begin, static_cast<const float*>(scaled), count);
-  }
-}
-template <class F>
-TS_HD void with_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case kF16:
-      return f.template operator()<f16>();
-    case kBF16:
-      return f.template operator()<bf16>();
-    default:
-      return f.template operator()<float>();
-  }
+  });
 }
 
 // Calls f(first, where to write floats, count) for blocks of y.
@@ -94,7 +80,7 @@ void codes_of_run(const PackRun& run, uint8_t* codes) {
   uint8_t order[16];
   for (int b = 0; b < 15; ++b) bounds[b] = run.bounds[b];
   for (int c = 0; c < 16; ++c) order[c] = run.order[c];
-  with_dtype(run.dtype, [&]<class T>() {
+  visit_up_to_f32(run.dtype, [&]<class T>() {
     for_scaled<T>(run, [&](int64_t begin, const float* x, int64_t count) TS_LANES {
       int32_t places[kBlock];
       for (int64_t i = 0; i < count; ++i) {
@@ -109,7 +95,7 @@ void codes_of_run(const PackRun& run, uint8_t* codes) {
 
 void bytes_of_run(const PackRun& run, uint8_t* bytes) {
   constexpr float kRounds = 12582912;  // 1.5 * 2^23: a sum with it has no room for fractions
-  with_dtype(run.dtype, [&]<class T>() {
+  visit_up_to_f32(run.dtype, [&]<class T>() {
     for_scaled<T>(run, [&](int64_t begin, const float* x, int64_t count) TS_LANES {
       for (int64_t i = 0; i < count; ++i) {
         const float value = x[i] - x[i] == 0 ? x[i] : 0.0f;
@@ -121,7 +107,7 @@ void bytes_of_run(const PackRun& run, uint8_t* bytes) {
 
 void unpack_codes(const uint8_t* bytes, int64_t n, const float* numbers, float scale, DType dtype,
                   void* y) {
-  with_dtype(dtype, [&]<class T>() {
+  visit_up_to_f32(dtype, [&]<class T>() {
     for_written(static_cast<T*>(y), n, [&](int64_t begin, float* to, int64_t count) TS_LANES {
       look_up(bytes + begin / 2, count, numbers, scale, to);
     });
@@ -129,7 +115,7 @@ void unpack_codes(const uint8_t* bytes, int64_t n, const float* numbers, float s
 }
 
 void unpack_bytes(const uint8_t* bytes, int64_t n, float scale, DType dtype, void* y) {
-  with_dtype(dtype, [&]<class T>() {
+  visit_up_to_f32(dtype, [&]<class T>() {
     for_written(static_cast<T*>(y), n, [&](int64_t begin, float* to, int64_t count) TS_LANES {
       for (int64_t i = 0; i < count; ++i) {
         to[i] = static_cast<float>(static_cast<int8_t>(bytes[begin + i])) * scale;
