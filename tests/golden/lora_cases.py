@@ -19,6 +19,18 @@ from golden_io import HERE, save_tensors
 MERGED = ["transformer.h.1.attn.c_attn", "transformer.wpe"]
 
 
+def settle_config(folder):
+    """The configuration that PEFT wrote there, alike on every machine and in every process."""
+    path = os.path.join(folder, "adapter_config.json")
+    with open(path) as file:
+        fields = json.load(file)
+    fields["base_model_name_or_path"] = None  # where this machine had it
+    fields["target_modules"].sort()  # a set of PEFT's
+    with open(path, "w") as file:
+        json.dump(fields, file, indent=2, sort_keys=True)
+        file.write("\n")
+
+
 def write_all():
     base = transformers.GPT2LMHeadModel.from_pretrained(os.path.join(HERE, "gpt2"))
     config = peft.LoraConfig(
@@ -35,14 +47,7 @@ def write_all():
     model.save_pretrained(folder)
     for stray in set(os.listdir(folder)) - {"adapter_config.json", "adapter_model.safetensors"}:
         os.remove(os.path.join(folder, stray))
-    path = os.path.join(folder, "adapter_config.json")
-    with open(path) as file:
-        fields = json.load(file)
-    fields["base_model_name_or_path"] = None  # where this machine had it
-    fields["target_modules"].sort()  # a set of PEFT's
-    with open(path, "w") as file:
-        json.dump(fields, file, indent=2, sort_keys=True)
-        file.write("\n")
+    settle_config(folder)
     os.chmod(os.path.join(folder, "adapter_model.safetensors"), 0o644)
 
     model = model.double().train()

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from golden_io import HERE
+from lora_cases import settle_config
 
 FOLDER = os.path.join(HERE, "qlora")
 LR = 2e-3
@@ -61,14 +62,7 @@ def write_base():
     folder = os.path.join(FOLDER, "adapter")
     adapted.save_pretrained(folder)
     clean(folder, {"adapter_config.json", "adapter_model.safetensors"})
-    path = os.path.join(folder, "adapter_config.json")
-    with open(path) as file:
-        fields = json.load(file)
-    fields["base_model_name_or_path"] = None  # where this machine had it
-    fields["target_modules"].sort()  # a set of PEFT's
-    with open(path, "w") as file:
-        json.dump(fields, file, indent=2, sort_keys=True)
-        file.write("\n")
+    settle_config(folder)
 
 
 def losses_of(options, low, tokens):

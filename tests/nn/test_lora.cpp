@@ -20,6 +20,7 @@
 #include "distributed/sharded_fixture.h"
 #include "golden_files.h"
 #include "message_of.h"
+#include "nn/adapted_ranks.h"
 
 namespace tessera::nn::test_lora {
 namespace {
@@ -721,38 +722,12 @@ TEST(Lora, TheFilesOfPeftAreWrittenAgain) {
 
 using distributed::Way;
 
-struct Adapted : Module<Adapted> {
-  Adapted()
-      : first(add<Linear>("first", 8, 33)),
-        second(add<Linear>("second", 33, 16)),
-        third(add<Linear>("third", 16, 12)) {}
-  Tensor forward(const Tensor& x) { return third(relu(second(relu(first(x))))); }
-  Linear& first;
-  Linear& second;
-  Linear& third;
-};
-
 std::map<std::string, std::vector<float>> trained_on_two(Way way, bool narrow_base = false) {
-  std::map<std::string, std::vector<float>> result;
-  distributed::compared_ranks(2, [&](int rank) {
-    manual_seed(3);
-    Adapted model;
+  return trained_by_ranks(2, way, [&](Adapted& model) {
     LoraOptions options{.names = {"first", "third"}, .rank = 3, .bias = LoraBias::kLoraOnly};
     if (narrow_base) options.base_dtype = kBF16;
     add_lora(model, options);
-    distributed::Mesh mesh(distributed::world());
-    const auto parallel = distributed::shard_in(way, model, mesh);
-    optim::AdamW optimizer(trainable_parameters(model), {.lr = 1e-2, .weight_decay = 0.1});
-    for (int step = 0; step < 3; ++step) {
-      parallel->set_plan(distributed::StepPlan::of(0, 1));
-      distributed::loss_of(model, step * 2 + rank).backward();
-      optimizer.step();
-      optimizer.zero_grad();
-    }
-    const auto values = distributed::whole_values(model);
-    if (rank == 0) result = values;
   });
-  return result;
 }
 
 TEST(Lora, ReplicasTrainTheSameAdapters) {
