@@ -10,6 +10,7 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/checkpoint.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/fused.h>
@@ -214,14 +215,20 @@ TEST(Quantize, UnderAutocastProductsRunInItsDtype) {
   expect_near(y, plain.mlp.inner(x), 2 * 7.9e-3);
 }
 
-TEST(Quantize, RecomputationHasTheBitsOfKeepingAndKeepsTheBytesAlone) {
+TEST(Quantize, RecomputationHasTheBitsOfKeepingAndNeitherKeepsAnUnpackedWeight) {
   Model model;
   quantize(model);
   const auto gradient = [&](bool again) {
     model.zero_grad();
     const Tensor x = model.table(tokens());
     const auto call = [&](const Tensor& given) { return model.mlp(given); };
+    const int64_t before = memory_stats()->current();
     const Tensor y = again ? checkpoint(call, x) : call(x);
+    const int64_t kept = memory_stats()->current() - before;
+    // Beside y, by recomputation nothing, else up to three tensors as wide as the layer inside.
+    const int64_t wide = 6 * 96 * 4;
+    EXPECT_LE(kept, y.numel() * 4 + (again ? 0 : 3 * wide));
+    EXPECT_LT(kept, 96 * 64 * 2);  // of a weight in bf16
     mul(y, y).sum().backward();
     return elements(model.table.weight.grad());
   };
@@ -287,12 +294,15 @@ TEST(Quantize, Fp8LeavesAQuantizedLayerOutAndSaysSo) {
   precision::Fp8Recipe recipe = precision::Fp8Recipe::named("tensorwise");
   precision::Fp8Layers layers(model, recipe);
   EXPECT_EQ(elements(model.mlp.inner(randn({16, 64}, {}, RandomStream{3}))), before);
+  int found = 0;
   for (const precision::Fp8LayerReport& layer : layers.report().layers) {
     if (layer.name != "mlp.fc1") continue;
+    ++found;
     EXPECT_EQ(layer.excluded, "its weight is quantized");
     EXPECT_EQ(layer.fp8_calls, 0);
     EXPECT_EQ(layer.dtypes.at("f32"), 1);
   }
+  EXPECT_EQ(found, 1);
 }
 
 // ---- QLoRA beside peft and bitsandbytes, of golden/qlora_cases.py -------------------------------
