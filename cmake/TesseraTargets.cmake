@@ -156,7 +156,7 @@ if(SentencePiece_FOUND)
 endif()
 include(GNUInstallDirs)
 set_source_files_properties(data/text/sentencepiece.cpp PROPERTIES COMPILE_DEFINITIONS
-  "TESSERA_WITH_SENTENCEPIECE=$<BOOL:${SentencePiece_FOUND}>;TESSERA_MODULE_DIRS=\"${PROJECT_BINARY_DIR}:${CMAKE_INSTALL_FULL_LIBDIR}\"")
+  "TESSERA_WITH_SENTENCEPIECE=$<BOOL:${SentencePiece_FOUND}>;TESSERA_LIBDIR=\"${CMAKE_INSTALL_LIBDIR}\";TESSERA_INSTALL_DIR=\"${CMAKE_INSTALL_FULL_LIBDIR}\";TESSERA_BUILD_DIR=\"${PROJECT_BINARY_DIR}\"")
 target_link_libraries(tessera_data PRIVATE ${CMAKE_DL_LIBS})
 target_link_libraries(tessera_data PRIVATE ICU::uc $<$<BOOL:${TESSERA_STATIC}>:ICU::data> ZLIB::ZLIB
   $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)

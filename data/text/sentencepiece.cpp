@@ -19,18 +19,20 @@ constexpr std::string_view kName = "SentencePieceTokenizer";
 constexpr std::string_view kSpace = "\xE2\x96\x81";  // U+2581
 constexpr const char* kModule = "libtessera_sentencepiece.so";
 
-// Beside this library or program, else where it was built or installed.
-std::string module_path() {
-  std::vector<std::string> folders;
+// The file of this library or program.
+std::string own_file() {
   Dl_info here{};
-  if (::dladdr(reinterpret_cast<const void*>(&module_path), &here) != 0 && here.dli_fname) {
-    folders.push_back(std::filesystem::path(here.dli_fname).parent_path().string());
+  if (::dladdr(reinterpret_cast<const void*>(&own_file), &here) != 0 && here.dli_fname &&
+      here.dli_fname[0] == '/') {
+    return here.dli_fname;
   }
-  const std::string known = TESSERA_MODULE_DIRS;
-  const size_t cut = known.find(':');
-  folders.push_back(known.substr(0, cut));
-  folders.push_back(known.substr(cut + 1));
-  for (const std::string& folder : folders) {
+  // A program is named as it was called: "tessera", where PATH has it.
+  std::error_code ignored;
+  return std::filesystem::read_symlink("/proc/self/exe", ignored).string();
+}
+
+std::string module_path() {
+  for (const std::string& folder : sentencepiece_folders(own_file())) {
     const auto path = std::filesystem::path(folder) / kModule;
     if (std::error_code ignored; std::filesystem::exists(path, ignored)) return path.string();
   }
@@ -104,6 +106,19 @@ struct SentencePieceTokenizer::Model {
     return id < 0 ? std::nullopt : std::optional<TokenId>(id);
   }
 };
+
+// What is installed is found from bin/ and from lib/, wherever the prefix is.
+std::vector<std::string> sentencepiece_folders(const std::string& own) {
+  std::vector<std::string> folders;
+  const std::filesystem::path folder = std::filesystem::path(own).parent_path();
+  if (!folder.empty()) {
+    folders.push_back(folder.string());
+    folders.push_back((folder / ".." / TESSERA_LIBDIR).lexically_normal().string());
+  }
+  folders.emplace_back(TESSERA_INSTALL_DIR);
+  folders.emplace_back(TESSERA_BUILD_DIR);
+  return folders;
+}
 
 bool has_sentencepiece() { return TESSERA_WITH_SENTENCEPIECE != 0; }
 

@@ -7,6 +7,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace tessera::data {
 
@@ -31,6 +33,10 @@ struct SentencePieceFunctions {
                  void* target);
   bool (*decode)(const void* model, const int* ids, size_t count, Text text, void* target);
 };
+
+// Where the module may be, the first place first. `own`: the file of the library or program that asks;
+// empty or without a folder, it says nothing.
+std::vector<std::string> sentencepiece_folders(const std::string& own);
 
 }  // namespace tessera::data
 

@@ -1,6 +1,7 @@
 // SentencePiece's files: ids and texts of the sentencepiece package.
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -8,6 +9,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/data/text/sentencepiece.h>
+#include <tessera/data/text/sentencepiece_module.h>
 
 #include "golden_files.h"
 #include "message_of.h"
@@ -100,6 +102,20 @@ TEST(SentencePieceFiles, ThreadsShareATokenizer) {
   }
   for (std::thread& thread : threads) thread.join();
   for (const Ids& ids : got) EXPECT_EQ(ids, expected);
+}
+
+TEST(SentencePieceModule, IsLookedForBesideWhatAsksFirst) {
+  const std::vector<std::string> known = sentencepiece_folders("");
+  ASSERT_EQ(known.size(), 2u);  // as installed by default, as built
+  for (const std::string& folder : known) EXPECT_EQ(folder[0], '/');
+  EXPECT_EQ(std::filesystem::exists(known[1] + "/libtessera_sentencepiece.so"),
+            has_sentencepiece());
+  EXPECT_EQ(sentencepiece_folders("tessera"), known);
+  const std::vector<std::string> folders = sentencepiece_folders("/opt/one/bin/tessera");
+  ASSERT_EQ(folders.size(), 4u);
+  EXPECT_EQ(folders[0], "/opt/one/bin");
+  EXPECT_TRUE(folders[1].starts_with("/opt/one/lib")) << folders[1];
+  EXPECT_EQ(std::vector(folders.begin() + 2, folders.end()), known);
 }
 
 TEST(SentencePieceFiles, OtherFilesAreRefused) {
